@@ -16,6 +16,7 @@ ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 LAYER_FIELDS: dict[str, Any] = {
     "gated": True, "activation": "silu", "pre_norms": True, "post_norms": False, "qkv_bias": False, "o_bias": False,
     "qk_norm": None, "window": None, "attention_pattern": "F", "local_rope": None, "attention_scale": None,
+    "attention_sinks": False,
     "attn_logit_softcap": None, "pattern": None, "experts": None, "mla": None, "mamba": None,
 }  # fmt: skip
 END_FIELDS: dict[str, Any] = {"embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": None}

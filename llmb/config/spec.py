@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from llmb.config.offload_plan import Plan, Update
 
-Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek", "mixtral"]
+Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek", "mixtral", "qwen3_moe", "gpt_oss"]
 # Trained tensors, and served weights: see config/native/number_formats.py.
 Fp8Recipe = Literal["tensorwise_delayed", "tensorwise_current", "tensorwise", "channelwise", "blockwise"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
@@ -43,6 +43,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3: pairs with more periods are left as they are
     beta_fast: float = 32.0  # yarn: the same two bounds, as periods in the original context
     beta_slow: float = 1.0
+    truncate: bool = True  # yarn: round the pairs with these periods outwards
     mscale_all_dim: float = 0.0  # yarn: how strongly the softmax scale grows with the factor
     partial_rotary_factor: float = 1.0  # fraction of a head's channels with position embedding
 
@@ -117,6 +118,7 @@ class Model:
     window: int | None = None  # sliding window: tokens that a token attends to, itself included
     local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; none: as the others
     attention_scale: float | None = None  # of attention logits; none: 1 / sqrt(head_dim)
+    attention_sinks: bool = False  # a learned logit of each head joins the softmax, without a value
     attn_logit_softcap: float | None = None  # cap * tanh(logits / cap) before the softmax
     embedding_scale: float = 1.0  # of the embedding's output
     logit_scale: float = 1.0  # of the logits

@@ -71,8 +71,10 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
         unscaled = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return frequencies * (unscaled + (1 - unscaled) / rope.factor)
     if rope.scaling == "yarn":
-        first = max(math.floor(_pair_with_rotations(rope.beta_fast, rope, head_dim)), 0)
-        last = min(math.ceil(_pair_with_rotations(rope.beta_slow, rope, head_dim)), head_dim - 1)
+        first, last = (_pair_with_rotations(beta, rope, head_dim) for beta in (rope.beta_fast, rope.beta_slow))
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
         pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
         unscaled = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
         return frequencies * (unscaled + (1 - unscaled) / rope.factor)
@@ -121,18 +123,20 @@ def causal_attention(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of whole sequences; k and v may have fewer heads (GQA).
 
     Logits are multiplied by `scale`, by default 1 / sqrt(D), and soft-capped to +-softcap if given. With a sliding
-    window a token attends to itself and the `window` - 1 tokens before it.
+    window a token attends to itself and the `window` - 1 tokens before it. A sink is one more logit of each softmax.
     """
     assert q_BHTD.shape[2] == k_BHTD.shape[2], "is_causal aligns fewer queries with the first keys"
     window = None if window is None or window >= q_BHTD.shape[2] else window
     if softcap is not None:
+        assert sinks_H is None, "no model has a softcap and sinks"
         return softcap_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, softcap, window)
-    if window is not None:
-        return window_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, window)
+    if window is not None or sinks_H is not None:
+        return window_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, window, sinks_H)
     grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
     with sdpa_kernel(attention_backends(q_BHTD.device), set_priority=True):
         return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -172,6 +176,7 @@ class Attention(nn.Module):
         for name, has_bias in biases.items():
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(widths[name])) if has_bias else None)
         self.o_bias_scale = 1.0
+        self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.attention_sinks else None
         self.qk_norm = model.qk_norm
         norm_widths = (model.head_dim, model.head_dim) if model.qk_norm == "head" else (width, kv_width)
         if model.qk_norm is not None:
@@ -188,7 +193,10 @@ class Attention(nn.Module):
         if cos_TD is not None and sin_TD is not None:
             q_BTHD, k_BTHD = fused_rope(q_BTHD, cos_TD, sin_TD), fused_rope(k_BTHD, cos_TD, sin_TD)
         q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        out_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, scale=self.scale, softcap=self.softcap, window=self.window)
+        settings = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
+        if self.sinks is not None:
+            settings["sinks_H"] = self.sinks
+        out_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, **settings)
         out_BTC = self.o(out_BHTD.transpose(1, 2).flatten(2))
         return out_BTC if self.o_bias is None else _add_bias(out_BTC, self.o_bias * self.o_bias_scale)
 

@@ -27,6 +27,7 @@ INIT_STD = 0.02
 # Fields of spec.Model that only dense decoders with grouped-query attention have.
 ATTENTION_FIELDS = (
     "pre_norms", "qkv_bias", "o_bias", "qk_norm", "attention_pattern", "window", "local_rope", "attention_scale",
+    "attention_sinks",
 )  # fmt: skip
 
 
@@ -152,7 +153,9 @@ class Decoder(nn.Module):
         """
         scale = self.model.embedding_scale
         if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            parameter.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
+        elif name.endswith(".bias"):  # of all experts
+            parameter.zero_()
         elif name == "embedding.weight":
             parameter.normal_(0.0, INIT_STD if scale == 1.0 else 1.0 / scale, generator=generator)
         elif name.endswith(self.residual_projections):

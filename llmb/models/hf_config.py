@@ -7,6 +7,7 @@ Nothing is dropped silently: a config.json with settings that no network here im
 spec.Model that config.json cannot express. Grok-1 has no class in `transformers` and therefore no config.json.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -64,6 +65,12 @@ ROPE_FIELDS = {
     | {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale_all_dim": "mscale_all_dim"},
 }
 # Field of config.json -> the only supported value, which is also its default.
+YARN_FIELDS = SCALED_ROPE_FIELDS | {"beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+# What `transformers` takes for a gpt-oss whose config.json has no RoPE scaling: that of the published models.
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+LAYER_TYPES = {"F": "full_attention", "S": "sliding_attention"}  # by letter of an attention pattern
+# Fields that a model type reads itself, with other values than these.
+OWN_FIELDS = {"gpt_oss": ("attention_bias", "sliding_window", "quantization_config")}
 SUPPORTED_VALUES: HfConfig = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -83,6 +90,9 @@ SUPPORTED_VALUES: HfConfig = {
 # Other names that `transformers` reads -> field of config.json.
 ALIASES: dict[str, dict[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     "nemotron_h": {
         "layer_types": "layers_block_type",
         "mamba_chunk_size": "chunk_size",
@@ -112,7 +122,8 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
     if not isinstance(model_type, str) or model_type not in _READERS:
         raise UnknownName("model_type of config.json:", model_type, _READERS)
     config = _without_aliases(config, ALIASES.get(model_type, {}))
-    _check_supported(config, SUPPORTED_VALUES)
+    own = OWN_FIELDS.get(model_type, ())
+    _check_supported(config, {field: value for field, value in SUPPORTED_VALUES.items() if field not in own})
     fields = _READERS[model_type]({"tie_word_embeddings": False, **config})
     return build(Model, {"name": name or model_type, **fields}, "config.json")
 
@@ -149,7 +160,7 @@ def _to_llama(model: Model) -> HfConfig:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "head_dim": model.head_dim,
-        "hidden_act": ACTIVATIONS[model.activation],
+        "hidden_act": ACTIVATIONS.get(model.activation),
         "mlp_bias": False,
         "rms_norm_eps": model.norm_eps,
         **_to_hf_rope(model),
@@ -217,6 +228,117 @@ def _from_mixtral(config: HfConfig) -> dict[str, Any]:
     }
 
 
+def _to_qwen3_moe(model: Model) -> HfConfig:
+    experts = _experts(model)
+    return _to_llama(model) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.ffn,
+        "norm_topk_prob": experts.renormalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _from_qwen3_moe(config: HfConfig) -> dict[str, Any]:
+    _check_supported(config, {"decoder_sparse_step": 1, "use_sliding_window": False})
+    if config.get("mlp_only_layers"):
+        raise ConfigError(f"config.json: mlp_only_layers={config['mlp_only_layers']} is not supported; only [] is")
+    return _from_llama(config) | {
+        "architecture": "qwen3_moe",
+        "qk_norm": "head",
+        "experts": {
+            "count": _required(config, "num_experts"),
+            "top_k": _required(config, "num_experts_per_tok"),
+            "ffn": _required(config, "moe_intermediate_size"),
+            "renormalise": config.get("norm_topk_prob", False),
+        },
+    }
+
+
+def _to_gpt_oss(model: Model) -> HfConfig:
+    experts, rope, windowed = _experts(model), model.rope or RopeConfig(theta=0.0), "S" in model.attention_pattern
+    scaling = {"rope_type": "yarn", "truncate": rope.truncate, **_to_hf(rope, YARN_FIELDS)}
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": model.head_dim,
+        "intermediate_size": experts.ffn,
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "attention_bias": model.qkv_bias,
+        "sliding_window": model.window if windowed else None,
+        "layer_types": [LAYER_TYPES.get(model.attention_kind(layer)) for layer in range(model.layers)],
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling if rope.scaling == "yarn" else {"rope_type": "default"},  # none would mean GPT_OSS_YARN
+        "max_position_embeddings": round(rope.original_tokens * rope.factor),
+    }
+
+
+def _from_gpt_oss(config: HfConfig) -> dict[str, Any]:
+    _check_supported(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"})
+    _check_supported(config.get("quantization_config") or {}, {"quant_method": "mxfp4"})
+    head_dim = config.get("head_dim") or _positive_int(config, "hidden_size") // _positive_int(
+        config, "num_attention_heads"
+    )
+    rope, factor = _yarn(config)
+    pattern = _attention_pattern(config)
+    return _from_hf(config, SIZE_FIELDS) | {
+        "architecture": "gpt_oss",
+        "head_dim": head_dim,
+        "activation": "swigluoai",
+        "norm_eps": _required(config, "rms_norm_eps"),
+        "qkv_bias": config.get("attention_bias", True),
+        "o_bias": config.get("attention_bias", True),
+        "attention_sinks": True,
+        "attention_pattern": pattern,
+        "window": _required(config, "sliding_window") if "S" in pattern else None,
+        "attention_scale": None if factor == 1.0 else head_dim**-0.5 * factor**2,
+        "rope": rope,
+        "experts": {
+            "count": _required(config, "num_local_experts"),
+            "top_k": _required(config, "num_experts_per_tok"),
+            "ffn": _required(config, "intermediate_size"),
+            "bias": True,
+        },
+    }
+
+
+def _yarn(config: HfConfig) -> tuple[dict[str, Any], float]:
+    """Read YaRN, or RoPE without scaling, and return its factor on cosine and sine beside it."""
+    fields: HfConfig = {"rope_theta": config.get("rope_theta", 150_000.0), "truncate": True}
+    sections = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)}
+    for name, section in (sections or {"rope_parameters": GPT_OSS_YARN}).items():
+        fields |= convert(dict[str, Any], section, f"config.json.{name}")
+    rope_type = str(fields.get("rope_type", "default"))
+    if rope_type == "default":
+        return {"theta": fields["rope_theta"]}, 1.0
+    if rope_type != "yarn":
+        raise UnknownName("rope_type of config.json:", rope_type, ("default", "yarn"))
+    _check_supported(fields, dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim")))
+    fields = {"beta_fast": 32.0, "beta_slow": 1.0, **fields}
+    rope = {"theta": fields["rope_theta"], "scaling": "yarn", "truncate": fields["truncate"]}
+    factor = convert(float, _required(fields, "factor"), "config.json.rope_parameters.factor")
+    return rope | _from_hf(fields, YARN_FIELDS), 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+
+
+def _attention_pattern(config: HfConfig) -> str:
+    """Return the letters of layer_types, as short as they repeat; gpt-oss begins with a sliding window."""
+    layers = _positive_int(config, "num_hidden_layers")
+    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * layers
+    by_type = {hf_name: letter for letter, hf_name in LAYER_TYPES.items()}
+    unknown = sorted(set(map(str, kinds)) - set(by_type))
+    if unknown:
+        raise UnknownName("layer_types of config.json:", unknown[0], by_type)
+    letters = "".join(by_type[kind] for kind in kinds)[:layers]
+    return next(letters[:n] for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters)
+
+
 def _experts(model: Model) -> MoEConfig:
     if model.experts is None:
         raise ConfigError(f"model {model.name}: a {model.architecture} needs the field experts")
@@ -269,6 +391,8 @@ _WRITERS: dict[str, Callable[[Model], HfConfig]] = {
     "deepseek": _to_deepseek,
     "nemotron_h": _to_nemotron_h,
     "mixtral": _to_mixtral,
+    "qwen3_moe": _to_qwen3_moe,
+    "gpt_oss": _to_gpt_oss,
 }
 HF_ARCHITECTURES = tuple(_WRITERS)  # architectures that `transformers` has
 _READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
@@ -276,6 +400,8 @@ _READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "deepseek_v3": _from_deepseek,
     "nemotron_h": _from_nemotron_h,
     "mixtral": _from_mixtral,
+    "qwen3_moe": _from_qwen3_moe,
+    "gpt_oss": _from_gpt_oss,
 }
 
 

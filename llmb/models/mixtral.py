@@ -9,7 +9,14 @@ Compared with `transformers` in tests/models.
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention
-from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
+from llmb.models.decoder import (
+    ATTENTION_FIELDS,
+    Decoder,
+    DecoderLayer,
+    hf_decoder_names,
+    reject_fields,
+    rope_config,
+)
 from llmb.models.moe import MoE, moe_config
 
 ATTENTION_NAMES = {
@@ -27,12 +34,16 @@ MOE_NAMES = {
 
 
 class Mixtral(Decoder):
-    """Mixtral network."""
+    """Mixtral network, and the base of others whose layers are grouped-query attention and experts only."""
+
+    attention_fields: tuple[str, ...] = ("attention_pattern", "window")  # of ATTENTION_FIELDS, those that it may have
+    expert_bias = False
 
     def __init__(self, model: Model):
-        reject_fields(model, "pattern", "mla", "mamba", "gated", "post_norms", "attn_logit_softcap")
-        check_experts(model)
-        layers = (DecoderLayer(model, Attention(model), MoE(model)) for _ in range(model.layers))
+        unsupported = [field for field in ATTENTION_FIELDS if field not in self.attention_fields]
+        reject_fields(model, "pattern", "mla", "mamba", "gated", "post_norms", "attn_logit_softcap", *unsupported)
+        _check_experts(model, self.expert_bias)
+        layers = (_layer(model, model.attention_kind(index)) for index in range(model.layers))
         super().__init__(model, layers, model.head_dim)
 
     @staticmethod
@@ -41,7 +52,11 @@ class Mixtral(Decoder):
         return hf_decoder_names(model, lambda _index: ATTENTION_NAMES | MOE_NAMES)
 
 
-def check_experts(model: Model, bias: bool = False) -> None:
+def _layer(model: Model, kind: str) -> DecoderLayer:
+    return DecoderLayer(model, Attention(model, kind), MoE(model))
+
+
+def _check_experts(model: Model, bias: bool) -> None:
     """Raise a ConfigError unless every layer has softmax-routed experts and no dense or shared MLP."""
     experts = moe_config(model)
     unsupported = {

@@ -52,9 +52,10 @@ def attention(model: Model) -> BlockCost:
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     norms = {None: 0, "head": 2 * model.head_dim, "projection": width + kv_width}[model.qk_norm]
     biases = (width + 2 * kv_width) * model.qkv_bias + model.hidden * model.o_bias
+    sinks = model.heads * model.attention_sinks
     return BlockCost(
         dense_weights=2 * model.hidden * (width + kv_width),
-        vector_weights=norms + biases,
+        vector_weights=norms + biases + sinks,
         pair_macs=2 * width,
         recomputed_pair_macs=width,
         decode_pair_macs=2 * width,

@@ -172,7 +172,8 @@ def block_weights(model: Model, block: str) -> list[Weight]:
         biases = [Weight((n,), 0) for n in (width, kv_width, kv_width)] * model.qkv_bias
         norm_widths = {None: (), "head": (model.head_dim, model.head_dim), "projection": (width, kv_width)}
         norms = [Weight((n,)) for n in norm_widths[model.qk_norm]]
-        return [*matrices, *biases, *norms, *[Weight((hidden,))] * model.o_bias]
+        sinks = [Weight((model.heads,), 0)] * model.attention_sinks
+        return [*matrices, *biases, *norms, *[Weight((hidden,))] * model.o_bias, *sinks]
     if block == "mlp":
         return _mlp(hidden, model.ffn, 3 if model.gated else 2)
     if block == "experts":

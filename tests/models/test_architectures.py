@@ -1,6 +1,7 @@
 """What holds for networks of every architecture: causality, initial weights, tensors, rejected fields."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +62,11 @@ def test_parameter_count_matches_the_cost_model_and_every_tensor_has_a_hf_name(m
     assert sum(tensor.numel() for tensor in network.state_dict().values()) == params.parameters(model)
     names = network.hf_names(model)
     assert names.keys() == network.state_dict().keys()
-    assert len(set(names.values())) == len(names)
+    parts = Counter(names.values())
+    fused = {hf_name for hf_name, count in parts.items() if count > 1}
+    assert fused == {
+        names[name] for name, layout in network.hf_layouts(model).items() if getattr(layout, "parts", 1) > 1
+    }
 
 
 REJECTED: dict[str, list[tuple[dict[str, Any], str]]] = {

@@ -16,7 +16,17 @@ import torch
 from hf_parity import hf_network
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import GROUPED_MOE, MLA, deepseek_model, grok1_model, llama_model, mixtral_model, nemotron_h_model
+from small_models import (
+    GROUPED_MOE,
+    MLA,
+    deepseek_model,
+    gpt_oss_model,
+    grok1_model,
+    llama_model,
+    mixtral_model,
+    nemotron_h_model,
+    qwen3_moe_model,
+)
 
 from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError, LaunchError
@@ -45,6 +55,8 @@ MODELS = [
     ),
     nemotron_h_model(name="nemotron_h", head_dim=16, **SIZES),
     mixtral_model(name="mixtral", **(SIZES | {"ffn": 24})),
+    qwen3_moe_model(name="qwen3_moe", **SIZES),
+    gpt_oss_model(name="gpt_oss", **(SIZES | {"ffn": 32})),
 ]
 GROK = grok1_model(name="grok1", experts=MoEConfig(count=4, top_k=2, ffn=24, renormalise=False), **SIZES)
 

@@ -20,6 +20,7 @@ from llmb.ops.attention.online_softmax_triton import (
     attend_tile,
     mma_dtype,
     num_kv_splits,
+    sink_logits,
     split_weights,
 )
 from llmb.ops.attention.paged_attention import KvCache
@@ -80,6 +81,7 @@ def _decode_attention(
     sin_ptr,
     keys_ptr,
     values_ptr,
+    sinks_ptr,
     slot_mapping_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -102,6 +104,7 @@ def _decode_attention(
     COMPUTE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -147,6 +150,12 @@ def _decode_attention(
     row_max = tl.where(is_first_split, newest_logit, MASKED)
     row_sum = tl.where(is_first_split, tl.full([ROWS], 1.0, tl.float32), 0.0)
     acc = tl.zeros([ROWS, D], tl.float32) + new_v[None, :]
+    if HAS_SINKS:  # once, in the first split
+        sink = tl.where(is_first_split, sink_logits(sinks_ptr, head * GROUP + r, r < GROUP), MASKED)
+        top = tl.maximum(row_max, sink)
+        rescale = tl.exp2(row_max - top)
+        row_sum = tl.where(is_first_split, row_sum * rescale + tl.exp2(sink - top), row_sum)
+        acc, row_max = acc * rescale[:, None], top
     q = q.to(COMPUTE)
     row_max, row_sum, acc = attend_tile(
         row_max, row_sum, acc, q, k, v, _visible(first * L + t, oldest, context, HAS_WINDOW), scale * key_scale,
@@ -190,6 +199,7 @@ def decode_attention_triton(
     scale: float,
     softcap: float | None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `decode_attention`; nothing is written of padding."""
     n, g, d, device = len(qkv_NW), cache.kv_heads, cache.head_dim, qkv_NW.device
@@ -201,12 +211,13 @@ def decode_attention_triton(
     partial = torch.empty(n * heads * splits, d, dtype=torch.float32, device=device)
     lse = torch.empty(n * heads * splits, dtype=torch.float32, device=device)
     _decode_attention[(n, g, splits)](
-        qkv_NW, cos_ND, sin_ND, cache.keys_BGLD, cache.values_BGDL, slot_mapping_N,
+        qkv_NW, cos_ND, sin_ND, cache.keys_BGLD, cache.values_BGDL, sinks_H, slot_mapping_N,
         metadata.block_table_PM, metadata.seq_lens_P, out_NHD, partial, lse, _arrival_counters(device, n * g),
         scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0, window or 0,
         metadata.block_table_PM.stride(0), GROUP=heads // g, ROWS=max(16, triton.next_power_of_2(heads // g)), G=g, D=d,
         L=cache.block_tokens, SPLITS=splits, COMPUTE=mma_dtype(cache.keys_BGLD.dtype),
-        HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_ROPE=cos_ND is not None, num_warps=WARPS,
+        HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None,
+        HAS_ROPE=cos_ND is not None, num_warps=WARPS,
         **pdl_options(n),
     )  # fmt: skip
     return out_NHD

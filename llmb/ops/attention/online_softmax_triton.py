@@ -22,6 +22,12 @@ def apply_softcap(logits, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def sink_logits(sinks_ptr, heads, mask):
+    """Return the logits of attention sinks, in units of log2, with which running softmaxes begin, with a sum of 1."""
+    return tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
 def softmax_step(row_max, row_sum, acc, logits, v, value_scale):
     """Update the running softmax with a tile: logits [queries, keys], masked where unseen, and values [keys, width]."""
     new_max = tl.maximum(row_max, tl.max(logits, 1))

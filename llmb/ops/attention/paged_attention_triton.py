@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmb.ops.attention.attention_metadata import AttentionMetadata
+from llmb.ops.attention.attention_sinks import add_sinks_
 from llmb.ops.attention.online_softmax_triton import (
     LOG2_E,
     MASKED,
@@ -26,10 +27,12 @@ from llmb.ops.attention.online_softmax_triton import (
     attend_tile,
     mma_dtype,
     num_kv_splits,
+    sink_logits,
     softmax_step,
     split_weights,
 )
 from llmb.ops.attention.paged_attention import KvCache
+from llmb.ops.attention.segment_attention import Segment, causal_forward
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
 
 MAX_PROGRAMS = 2112  # 16 for each of an H200's multiprocessors
@@ -47,6 +50,7 @@ def _paged_decode(
     q_ptr,
     keys_ptr,
     values_ptr,
+    sinks_ptr,
     out_ptr,
     lse_ptr,
     block_table_ptr,
@@ -67,6 +71,7 @@ def _paged_decode(
     COMPUTE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     pdl_wait(USE_PDL)
@@ -87,6 +92,9 @@ def _paged_decode(
     q = q.to(COMPUTE)
     row_max = tl.full([ROWS], MASKED, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:  # once, in the first split
+        row_max = tl.where(split == 0, sink_logits(sinks_ptr, head * GROUP + r, r < GROUP), row_max)
+        row_sum = tl.where(split == 0, row_sum + 1.0, row_sum)
     acc = tl.zeros([ROWS, D], tl.float32)
     for tile in tl.range(first, last, num_stages=2):
         block = tl.load(block_table_ptr + seq.to(tl.int64) * block_table_stride + tile).to(tl.int64)
@@ -143,6 +151,7 @@ def _paged_prefill(
     v_ptr,
     keys_ptr,
     values_ptr,
+    sinks_ptr,
     out_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -164,6 +173,7 @@ def _paged_prefill(
     COMPUTE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     tile, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2) + first_seq
     start = tl.load(cu_seqlens_ptr + seq)
@@ -177,6 +187,9 @@ def _paged_prefill(
     q = tl.load(q_ptr + rows[:, None] * stride + head * D + d[None, :], mask=valid, other=0.0)
     row_max = tl.full([TILE], MASKED, tl.float32)
     row_sum = tl.zeros([TILE], tl.float32)
+    if HAS_SINKS:
+        row_max = sink_logits(sinks_ptr, head + m * 0, m >= 0)
+        row_sum += 1.0
     acc = tl.zeros([TILE, D], tl.float32)
     kv_head = head // GROUP
     q16 = q.to(COMPUTE)
@@ -219,15 +232,16 @@ def paged_attention_triton(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_attention`; q, k and v are slices of one tensor."""
     # Rows of padding behind the prefill chunks are not written, but a per-tensor scale of the next layer reads them.
     allocate = torch.zeros if metadata.padded_prefills else torch.empty
     out_NHD = allocate(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
     if metadata.num_decodes:
-        _decode(q_NHD, cache, metadata, scale, softcap, window, out_NHD)
+        _decode(q_NHD, cache, metadata, scale, softcap, window, sinks_H, out_NHD)
     if metadata.prefill_chunks or metadata.padded_prefills:
-        _prefill(q_NHD, k_NGD, v_NGD, cache, metadata, scale, softcap, window, out_NHD)
+        _prefill(q_NHD, k_NGD, v_NGD, cache, metadata, scale, softcap, window, sinks_H, out_NHD)
     return out_NHD
 
 
@@ -238,6 +252,7 @@ def _decode(
     scale: float,
     softcap: float | None,
     window: int | None,
+    sinks_H: Tensor | None,
     out_NHD: Tensor,
 ) -> None:
     sequences, heads, g, d = metadata.num_decodes, q_NHD.shape[1], cache.kv_heads, cache.head_dim
@@ -249,13 +264,13 @@ def _decode(
         partial = torch.empty(sequences, heads, splits, d, dtype=torch.float32, device=q_NHD.device)
         lse = torch.empty(sequences, heads, splits, dtype=torch.float32, device=q_NHD.device)
     _paged_decode[(sequences, g, splits)](
-        q_NHD, cache.keys_BGLD, cache.values_BGDL, partial, lse,
+        q_NHD, cache.keys_BGLD, cache.values_BGDL, sinks_H, partial, lse,
         metadata.block_table_PM, metadata.seq_lens_P, metadata.cu_seqlens_P1,
         scale * LOG2_E * cache.key_scale, cache.value_scale, softcap or 0.0, window or 0,
         q_NHD.stride(0), metadata.block_table_PM.stride(0),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), G=g, D=d, L=cache.block_tokens, SPLITS=splits,
         COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
-        num_warps=2 if splits == 1 else 4, **pdl_options(sequences),
+        HAS_SINKS=sinks_H is not None, num_warps=2 if splits == 1 else 4, **pdl_options(sequences),
     )  # fmt: skip
     if splits > 1:
         _combine_splits[(sequences * heads,)](
@@ -272,6 +287,7 @@ def _prefill(
     scale: float,
     softcap: float | None,
     window: int | None,
+    sinks_H: Tensor | None,
     out_NHD: Tensor,
 ) -> None:
     # torch's attention has no window, and takes sizes from the host, which a CUDA graph does not have.
@@ -284,21 +300,32 @@ def _prefill(
         end = start + count * len(list(equal))
         if context == 0 and count >= skip_from:
             q, k, v = (x[start:end].unflatten(0, (-1, count)) for x in (q_NHD, k_NGD, v_NGD))
-            out_NHD[start:end] = _sdpa(q, k, v, scale)
+            out_NHD[start:end] = _sdpa(q, k, v, scale) if sinks_H is None else _sink_attention(q, k, v, scale, sinks_H)
         else:
             longest = max(longest, count)
         start = end
     if longest:
         group = q_NHD.shape[1] // cache.kv_heads
         _paged_prefill[(triton.cdiv(longest, QUERY_TILE), q_NHD.shape[1], chunks)](
-            q_NHD, k_NGD, v_NGD, cache.keys_BGLD, cache.values_BGDL, out_NHD,
+            q_NHD, k_NGD, v_NGD, cache.keys_BGLD, cache.values_BGDL, sinks_H, out_NHD,
             metadata.block_table_PM, metadata.seq_lens_P, metadata.cu_seqlens_P1,
             scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0, window or 0,
             q_NHD.stride(0), metadata.block_table_PM.stride(0), metadata.num_decodes, skip_from,
             GROUP=group, G=cache.kv_heads, D=cache.head_dim, L=cache.block_tokens, TILE=QUERY_TILE,
             COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
+            HAS_SINKS=sinks_H is not None,
             num_warps=8,
         )  # fmt: skip
+
+
+def _sink_attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float, sinks_H: Tensor) -> Tensor:
+    """The same with sinks, by the log-sum-exp, which `scaled_dot_product_attention` does not return."""
+    tokens = q_BTHD.shape[1]
+    segments = tuple(Segment(n * tokens, (n + 1) * tokens, 0, 0) for n in range(len(q_BTHD)))
+    q, k, v = (x.flatten(0, 1).contiguous() for x in (q_BTHD, k_BTGD, v_BTGD))
+    out_NHD, lse_HN = causal_forward(q, k, v, segments, scale)
+    add_sinks_(out_NHD, lse_HN, sinks_H)
+    return out_NHD
 
 
 def _sdpa(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float) -> Tensor:

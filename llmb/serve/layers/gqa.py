@@ -54,6 +54,7 @@ class PagedAttention:
             self.qkv_bias_W = torch.cat([bias.to(dtype) for bias in biases])
         if model.o_bias:
             self.o_bias_C = weights.load(f"{name}.o_bias").to(dtype)
+        self.sinks_H = weights.load(f"{name}.sinks", shard).float() if model.attention_sinks else None
         norms = ("q_norm", "k_norm") if model.qk_norm else ()
         self.qk_norms = [weights.load(f"{name}.{norm}.weight").to(dtype) for norm in norms]
         self.input_format: QuantFormat = self.qkv.input_format
@@ -76,7 +77,7 @@ class PagedAttention:
         qkv_NW = self._biased_and_normed(self.qkv(x))
         q_and_kv = rope_and_cache(qkv_NW, *self._rope(inputs), self.cache, inputs.slot_mapping_N)
         scale, softcap = self.model.softmax_scale, self.model.attn_logit_softcap
-        attn_NHD = paged_attention(*q_and_kv, self.cache, inputs, scale, softcap, self.window)
+        attn_NHD = paged_attention(*q_and_kv, self.cache, inputs, scale, softcap, self.window, self.sinks_H)
         out_NC = self.group.all_reduce(self.o(quantize_activation(attn_NHD.flatten(1), self.o.input_format)))
         return out_NC if self.o_bias_C is None else out_NC + self.o_bias_C
 
@@ -114,7 +115,7 @@ class PagedAttention:
         scale, softcap = self.model.softmax_scale, self.model.attn_logit_softcap
         attn_NHD = decode_attention(
             self._biased_and_normed(qkv_NW), *self._rope(inputs), self.cache, inputs.slot_mapping_N, inputs, scale,
-            softcap, self.window,
+            softcap, self.window, self.sinks_H,
         )  # fmt: skip
         out_NC = add_skinny_gemm(residual_NC, attn_NHD.flatten(1), self.o.skinny_weight, self.group)
         return out_NC if self.o_bias_C is None else out_NC + self.o_bias_C

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmb.models.architectures import Network
 from llmb.models.blocks import Attention
 from llmb.models.mla import MLAAttention
+from llmb.ops.attention.attention_sinks import add_sinks_, sink_gradient
 from llmb.ops.attention.segment_attention import (
     KEY_BLOCK,
     Segment,
@@ -250,6 +251,7 @@ def cp_attention(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `causal_attention` of this rank's two chunks over the full sequences.
 
@@ -260,7 +262,7 @@ def cp_attention(
     sequences, queries = len(q_BHQD), q_BHQD.shape[2]
     q_NHD, k_NGD, v_NGD = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q_BHQD, k_BHQD, v_BHQD))
     if softcap is None:
-        out_NHD = _Attention.apply(cp, sequences, scale, window, q_NHD, k_NGD, v_NGD)
+        out_NHD = _Attention.apply(cp, sequences, scale, window, q_NHD, k_NGD, v_NGD, sinks_H)
         return out_NHD.unflatten(0, (sequences, queries)).transpose(1, 2)
     k_TGD, v_TGD = _GatherKeyValues.apply(cp, sequences, k_NGD, v_NGD)
     k_BHTD, v_BHTD = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (k_TGD, v_TGD))
@@ -284,19 +286,23 @@ class _Attention(torch.autograd.Function):
         q_NHD: Tensor,
         k_NGD: Tensor,
         v_NGD: Tensor,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         out_NHD, lse_HN, k_TGD, v_TGD = cp.attention_forward(q_NHD, k_NGD, v_NGD, sequences, scale, window=window)
+        if sinks_H is not None:
+            lse_HN = add_sinks_(out_NHD, lse_HN, sinks_H)
         ctx.cp, ctx.sequences, ctx.scale, ctx.window = cp, sequences, scale, window
-        ctx.save_for_backward(q_NHD, k_TGD, v_TGD, out_NHD, lse_HN)
+        ctx.save_for_backward(q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, sinks_H)
         return out_NHD
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout_NHD: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.cp.attention_backward(
-            dout_NHD.contiguous(), *ctx.saved_tensors, ctx.sequences, ctx.scale, window=ctx.window
-        )
-        return None, None, None, None, *grads
+        *saved, sinks_H = ctx.saved_tensors
+        dout_NHD = dout_NHD.contiguous()
+        grads = ctx.cp.attention_backward(dout_NHD, *saved, ctx.sequences, ctx.scale, window=ctx.window)
+        dsinks_H = None if sinks_H is None else sink_gradient(dout_NHD, *saved[-2:], sinks_H)
+        return None, None, None, None, *grads, dsinks_H
 
 
 class _GatherKeyValues(torch.autograd.Function):

@@ -29,7 +29,7 @@ COLUMN, ROW = 0, 1  # sharded dimension of a weight [out, in] that is column-par
 # The sharded dimension of the parameters of each kind of block; all others are replicated.
 TP_PLAN: dict[type[nn.Module], dict[str, int]] = {
     Attention: {
-        **dict.fromkeys(("q.weight", "k.weight", "v.weight", "q_bias", "k_bias", "v_bias"), COLUMN),
+        **dict.fromkeys(("q.weight", "k.weight", "v.weight", "q_bias", "k_bias", "v_bias", "sinks"), COLUMN),
         "o.weight": ROW,
     },
     MLAAttention: {"q_up.weight": COLUMN, "kv_up.weight": COLUMN, "o.weight": ROW},

@@ -86,6 +86,18 @@ def paged(
     return (q, k, v, cache, metadata, SCALE, softcap, window), {}
 
 
+# Sequences, sliding window, longest sequence that a CUDA graph expects: it decides the KV splits.
+@cases(
+    paged_attention, (DECODES, None), (DECODES, 20, 512), (DECODES, None, 512), (MIXED, 9), (CONTINUED, None),
+    tolerance=2e-5,
+)  # fmt: skip
+def paged_with_sinks(
+    g: Generator, d: device, sequences: Sequences, window: int | None, max_seq_len: int | None = None
+) -> Arguments:
+    arguments, _ = paged(g, d, sequences, None, max_seq_len, window)
+    return (*arguments, randn(g, d, HEADS, scale=2)), {}
+
+
 # The heads of Llama 8b.
 LLAMA_STEPS = (((700, 1), (0, 1), (64, 1)), ((0, 900), (0, 40)), ((100, 1), (130, 700), (0, 3)))
 
@@ -132,6 +144,15 @@ def decode(
     table = rope_tables(g, d, len(slots), HEAD_DIM) if has_rope else (None, None)
     cache = replace(kv_cache(g, d, 48), key_scale=key_scale, value_scale=1 / key_scale)
     return (qkv, *table, cache, slots, replace(metadata, max_seq_len=max_seq_len), SCALE, softcap, window), {}
+
+
+@cases(
+    decode_attention, (DECODES, 64, None), (LONG_DECODES, 512, None), (LONG_DECODES, 512, 40),
+    tolerance=5e-3 if torch.cuda.is_available() else 2e-5,
+)  # fmt: skip
+def decode_with_sinks(g: Generator, d: device, sequences: Sequences, max_seq_len: int, window: int | None) -> Arguments:
+    arguments, _ = decode(g, d, sequences, True, None, max_seq_len, window=window)
+    return (*arguments, randn(g, d, HEADS, scale=2)), {}
 
 
 @cases(merge_attn_states, (13, 6, 16), (8, 4, 24), tolerance=1e-5)
