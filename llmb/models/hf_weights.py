@@ -73,7 +73,7 @@ def save_weights(
 
 
 def _mxfp4_tensor(tensor: "FileTensor", suffix: str) -> Tensor:
-    packed, scales = quantize_mxfp4(tensor.value(torch.float32).mT)
+    packed, scales = quantize_mxfp4(tensor.value(torch.float32).mT.contiguous())
     return scales if suffix == MXFP4_SUFFIXES[1] else packed.unflatten(-1, (-1, MXFP4_GROUP // 2))
 
 
