@@ -21,6 +21,7 @@ class BlockCost:
     dense_weights: int = 0  # multiplied with every token: as many MACs per token
     routed_weights: int = 0  # of all routed experts
     active_routed_weights: int = 0  # of the experts that one token is routed to: as many MACs per token
+    routed_biases: int = 0  # of all routed experts
     router_weights: int = 0
     vector_weights: int = 0  # inner norms, biases, convolution
     pair_macs: int = 0  # per (query, key) pair
@@ -35,7 +36,8 @@ class BlockCost:
 
     @property
     def parameters(self) -> int:
-        return self.dense_weights + self.routed_weights + self.router_weights + self.vector_weights
+        matrices = self.dense_weights + self.routed_weights + self.router_weights
+        return matrices + self.routed_biases + self.vector_weights
 
     @property
     def token_macs(self) -> int:
@@ -121,7 +123,7 @@ def moe(model: Model) -> BlockCost:
         routed_weights=experts.count * expert_weights,
         active_routed_weights=experts.top_k * expert_weights,
         router_weights=(model.hidden + (experts.score == "sigmoid") + experts.bias) * experts.count,
-        vector_weights=biases,
+        routed_biases=biases,
         saved_values=2 * (model.hidden + width * experts.top_k)
         + projections * experts.ffn * (experts.top_k + experts.shared),
     )

@@ -39,9 +39,11 @@ def parameters(model: Model) -> int:
 
 def active_parameters(model: Model) -> int:
     """Return the parameters that one token uses: all but the routed experts that it is not routed to."""
-    inactive = sum(
-        count * (block.routed_weights - block.active_routed_weights) for _, count, block in block_stack(model)
-    )
+    inactive = 0
+    for _, count, block in block_stack(model):
+        if block.routed_weights:
+            unused = block.routed_weights - block.active_routed_weights
+            inactive += count * (unused + block.routed_biases * unused // block.routed_weights)
     return parameters(model) - inactive
 
 
