@@ -1,5 +1,6 @@
 """Registry of architectures by the name in a spec.Model."""
 
+from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.decoder import Decoder
@@ -8,7 +9,7 @@ from llmb.models.grok1 import Grok1
 from llmb.models.llama import Llama
 from llmb.models.nemotron_h import NemotronH
 
-ARCHITECTURES = {"llama": Llama, "grok1": Grok1, "deepseek": DeepSeek, "nemotron_h": NemotronH}
+ARCHITECTURES = {**dict.fromkeys(DENSE_MODELS, Llama), "grok1": Grok1, "deepseek": DeepSeek, "nemotron_h": NemotronH}
 Network = Decoder  # base class of all: embedding, layers, forward(tokens, labels) and init_weights(seed)
 
 

@@ -24,12 +24,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.config.serialization import read_json
 from llmb.config.spec import Model
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, Network
-from llmb.models.hf_config import HF_ARCHITECTURES, to_hf_config
-from llmb.models.hf_layout import GroupedRowLayout
 
 SHARD_BYTES = 5_000_000_000
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -42,16 +41,22 @@ def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes
 
     Buffers keep their own dtype, which they need for precision.
     """
-    tensors, names, layouts = hf_tensors(network), hf_names(network), hf_layouts(network)
+    pieces, names, layouts = hf_pieces(network), hf_names(network), type(network).hf_layouts(network.model)
     buffer_dtypes = {names[name]: buffer.dtype for name, buffer in network.named_buffers() if name in names}
-    dtypes = {name: buffer_dtypes.get(name, dtype) for name in tensors}
-    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
+    dtypes = {hf_name: buffer_dtypes.get(hf_name, dtype) for hf_name in pieces}
+    sizes = {
+        hf_name: sum(tensor.numel() for _, tensor in parts) * dtypes[hf_name].itemsize
+        for hf_name, parts in pieces.items()
+    }
 
-    def file_tensor(name: str) -> Tensor:
-        tensor = tensors[name].to("cpu", dtypes[name]).contiguous()
-        return layouts[name].to_hf(tensor) if name in layouts else tensor
+    def file_tensor(hf_name: str) -> Tensor:
+        tensors = []
+        for name, tensor in pieces[hf_name]:
+            layout = layouts.get(name)
+            tensors.append((tensor if layout is None else layout.to_hf(tensor)).to("cpu", dtypes[hf_name]).contiguous())
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    tensor_iterator = ((name, file_tensor(name)) for name in tensors)  # lazily, one by one
+    tensor_iterator = ((hf_name, file_tensor(hf_name)) for hf_name in pieces)  # lazily, one by one
     save_tensors(network.model, tensor_iterator, sizes, folder, dtype, shard_bytes)
 
 
@@ -86,15 +91,18 @@ def save_tensors(
 
 def load_weights(network: Network, folder: Path) -> None:
     """Load a folder into the network, keeping the dtypes and devices of its tensors."""
-    tensors, layouts = hf_tensors(network), hf_layouts(network)
+    pieces, layouts = hf_pieces(network), type(network).hf_layouts(network.model)
     stored = stored_tensors(folder)
-    _check_names(folder, tensors, stored)
-    _check_shapes(folder, tensors, stored)
-    for name, tensor in tensors.items():
+    _check_names(folder, pieces, stored)
+    _check_shapes(folder, hf_shapes(network), stored)
+    for hf_name, parts in pieces.items():
         # Opened for each tensor: pages read of an open file count as memory of this process until it is closed.
-        with open_safetensors(stored[name].file) as shard:
-            file_tensor = shard.get_tensor(name)
-            tensor.copy_(layouts[name].from_hf(file_tensor) if name in layouts else file_tensor)
+        with open_safetensors(stored[hf_name].file) as shard:
+            file_tensor, start = shard.get_tensor(hf_name), 0
+            for name, tensor in parts:
+                rows = file_tensor if len(parts) == 1 else file_tensor[start : start + len(tensor)]
+                tensor.copy_(layouts[name].from_hf(rows.float()) if name in layouts else rows)
+                start += 0 if len(parts) == 1 else len(tensor)
 
 
 def _write_shard(file: Path, names: list[str], tensor_iterator: Iterator[tuple[str, Tensor]]) -> None:
@@ -104,23 +112,30 @@ def _write_shard(file: Path, names: list[str], tensor_iterator: Iterator[tuple[s
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def hf_tensors(network: Network) -> dict[str, Tensor]:
-    """Return the network's tensors by Hugging Face name, rows in our layout; stacked experts are unbound."""
+def hf_pieces(network: Network) -> dict[str, list[tuple[str, Tensor]]]:
+    """Return our names and tensors by Hugging Face name, in our layout; stacked experts are unbound.
+
+    Several are the rows of one tensor in files, first to last.
+    """
     state = network.state_dict()
-    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, list[tuple[str, Tensor]]] = {}
     for name, hf_name in hf_names(network).items():
         if "{expert}" in hf_name:
             for expert, tensor in enumerate(state[name].unbind()):
-                tensors[hf_name.format(expert=expert)] = tensor
+                pieces[hf_name.format(expert=expert)] = [(name, tensor)]
         else:
-            tensors[hf_name] = state[name]
-    return tensors
+            pieces.setdefault(hf_name, []).append((name, state[name]))
+    return pieces
 
 
-def hf_layouts(network: Network) -> dict[str, GroupedRowLayout]:
-    """Return row layouts by Hugging Face name, for tensors whose rows are in another order in files."""
-    names = hf_names(network)
-    return {names[name]: layout for name, layout in type(network).hf_layouts(network.model).items()}
+def hf_shapes(network: Network) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in files, by their names."""
+    shapes = {}
+    for hf_name, parts in hf_pieces(network).items():
+        shapes[hf_name] = [*parts[0][1].shape]
+        if len(parts) > 1:
+            shapes[hf_name][0] = sum(len(tensor) for _, tensor in parts)
+    return shapes
 
 
 def hf_names(network: Network) -> dict[str, str]:
@@ -214,11 +229,11 @@ def _check_names(folder: Path, tensors: Iterable[str], stored: Iterable[str]) ->
         raise ConfigError(f"{folder} {' and '.join(errors)}")
 
 
-def _check_shapes(folder: Path, tensors: dict[str, Tensor], stored: dict[str, StoredTensor]) -> None:
+def _check_shapes(folder: Path, shapes: dict[str, list[int]], stored: dict[str, StoredTensor]) -> None:
     errors = [
-        f"{name} {stored[name].shape} (the model has {[*tensor.shape]})"
-        for name, tensor in tensors.items()
-        if stored[name].shape != [*tensor.shape]
+        f"{name} {stored[name].shape} (the model has {shape})"
+        for name, shape in shapes.items()
+        if stored[name].shape != shape
     ]
     if errors:
         raise ConfigError(f"{folder} has {summarize_names(errors, 'tensor')} of another shape")

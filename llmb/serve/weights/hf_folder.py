@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, from_hf_config, to_hf_config
 from llmb.config.serialization import read_json
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import ARCHITECTURES, Network
-from llmb.models.hf_config import HF_ARCHITECTURES, from_hf_config, to_hf_config
-from llmb.models.hf_weights import HF_PREFIXES, hf_names, hf_tensors, stored_tensors, summarize_names
+from llmb.models.hf_weights import HF_PREFIXES, hf_names, hf_pieces, hf_shapes, stored_tensors, summarize_names
 from llmb.serve.weights.hf_quantized import Folder, OpenFiles, Region, read_dequantized, stored_format, tensor_error
 from llmb.serve.weights.weight_source import WeightShard
 
@@ -44,7 +44,8 @@ class HfFolderWeights:
         self._names = hf_names(network)
         self._orders = type(network).hf_layouts(model)
         self._stored: Folder = stored_tensors(folder)
-        expected = {name: [*tensor.shape] for name, tensor in hf_tensors(network).items()}
+        self._first_rows = _first_rows(network)
+        expected = hf_shapes(network)
         ignored = _check_names(folder, model, expected, self._stored)
         _check_tensors(folder, expected, self._stored)
         self.notes = _notes(ignored)
@@ -63,6 +64,8 @@ class HfFolderWeights:
     def _read(self, name: str, region: Region, files: OpenFiles) -> Tensor:
         hf_name = self._names[name]
         if "{expert}" not in hf_name:
+            if first := self._first_rows.get(name, 0):
+                region = (slice(region[0].start + first, region[0].stop + first), *region[1:])
             tensor = read_dequantized(hf_name, region, self._stored, files, self._device)
             return tensor.to(
                 self._dtype_of(name, hf_name), copy=True
@@ -78,6 +81,17 @@ class HfFolderWeights:
     def _dtype_of(self, name: str, hf_name: str) -> torch.dtype:
         quantized = stored_format(hf_name, self._stored) != "unquantized"
         return torch.float32 if quantized or name in self._fp32_names else self._dtype
+
+
+def _first_rows(network: Network) -> dict[str, int]:
+    """Return where the rows of our tensors begin in those of files that hold several, by our name."""
+    rows = {}
+    for parts in hf_pieces(network).values():
+        start = 0
+        for name, tensor in parts if len(parts) > 1 else ():
+            rows[name] = start
+            start += len(tensor)
+    return rows
 
 
 def _region(shape: list[int], shard: WeightShard | None) -> Region:
