@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 from llmb.config.offload_plan import Plan, Update
 
-Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek", "mixtral", "qwen3_moe", "gpt_oss"]
+Architecture = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "gemma2", "gemma3",
+    "mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "grok1", "deepseek",
+]  # fmt: skip
 # Trained tensors, and served weights: see config/native/number_formats.py.
 Fp8Recipe = Literal["tensorwise_delayed", "tensorwise_current", "tensorwise", "channelwise", "blockwise"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]

@@ -1,5 +1,6 @@
 """Registry of architectures by the name in a spec.Model."""
 
+from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.decoder import Decoder
@@ -12,7 +13,7 @@ from llmb.models.nemotron_h import NemotronH
 from llmb.models.qwen3_moe import Qwen3Moe
 
 ARCHITECTURES = {
-    "llama": Llama,
+    **dict.fromkeys(DENSE_MODELS, Llama),
     "grok1": Grok1,
     "deepseek": DeepSeek,
     "nemotron_h": NemotronH,

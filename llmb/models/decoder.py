@@ -19,7 +19,7 @@ from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.blocks import RMSNorm, TokenEmbedding, rope_table, sequential_positions
 from llmb.models.chunked_loss import chunked_cross_entropy
-from llmb.models.hf_layout import TensorLayout
+from llmb.models.hf_layout import HfLayout
 from llmb.models.moe import collect_aux_losses
 from llmb.ops.quant.delayed_scaling import Scaling
 
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
             parameter.normal_(0.0, INIT_STD, generator=generator)
 
     @staticmethod
-    def hf_layouts(_model: Model) -> dict[str, TensorLayout]:
+    def hf_layouts(_model: Model) -> dict[str, HfLayout]:
         """Map our names to the layout in Hugging Face files, for tensors where it differs from ours."""
         return {}
 

@@ -12,7 +12,7 @@ Compared with `transformers` in tests/models. What sets it apart:
 
 from llmb.config.spec import Model
 from llmb.models.decoder import hf_decoder_names
-from llmb.models.hf_layout import ExpertStackLayout, TensorLayout
+from llmb.models.hf_layout import ExpertStackLayout, HfLayout
 from llmb.models.mixtral import ATTENTION_NAMES, Mixtral
 
 BIAS_NAMES = {f"attention.{projection}_bias": f"self_attn.{projection}_proj.bias" for projection in "qkvo"}
@@ -27,7 +27,7 @@ MOE_NAMES = {
     "mlp.down.bias": "mlp.experts.down_proj_bias",
 }
 LAYER_NAMES = ATTENTION_NAMES | BIAS_NAMES | {"attention.sinks": "self_attn.sinks"} | MOE_NAMES
-LAYER_LAYOUTS: dict[str, TensorLayout] = {
+LAYER_LAYOUTS: dict[str, HfLayout] = {
     "mlp.gate.weight": ExpertStackLayout(0, 2),
     "mlp.gate.bias": ExpertStackLayout(0, 2, transposed=False),
     "mlp.up.weight": ExpertStackLayout(1, 2),
@@ -50,7 +50,7 @@ class GptOss(Mixtral):
         return hf_decoder_names(model, lambda _index: names)
 
     @staticmethod
-    def hf_layouts(model: Model) -> dict[str, TensorLayout]:
+    def hf_layouts(model: Model) -> dict[str, HfLayout]:
         """Return the layouts of the experts' tensors."""
         layers = range(model.layers)
         return {f"layers.{index}.{name}": layout for index in layers for name, layout in LAYER_LAYOUTS.items()}

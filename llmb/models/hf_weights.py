@@ -29,12 +29,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.config.serialization import read_json
 from llmb.config.spec import Model
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, Network
-from llmb.models.hf_config import HF_ARCHITECTURES, to_hf_config
-from llmb.models.hf_layout import ExpertStackLayout, TensorLayout
+from llmb.models.hf_layout import ExpertStackLayout, HfLayout
 from llmb.ops.quant.mxfp4 import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, quantize_mxfp4
 
 SHARD_BYTES = 5_000_000_000
@@ -60,7 +60,7 @@ def save_weights(
     writers: dict[str, Callable[[], Tensor]] = {}
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
-        if mxfp4_experts and tensor.is_expert_stack:
+        if mxfp4_experts and tensor.is_expert_matrix:
             for suffix, stored in zip(MXFP4_SUFFIXES, tensor.mxfp4_shapes, strict=True):
                 sizes[f"{name}{suffix}"] = math.prod(stored)
                 writers[f"{name}{suffix}"] = partial(_mxfp4_tensor, tensor, suffix)
@@ -147,15 +147,21 @@ def _write_shard(file: Path, names: list[str], tensor_iterator: Iterator[tuple[s
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file: one of the network's, one expert of it, or several that the file holds as one."""
+    """A tensor of a file: one of the network's, one expert of it, or several, as consecutive rows or stacked."""
 
+    names: tuple[str, ...]  # of the network's tensors
     parts: tuple[Tensor, ...]
-    layouts: tuple[TensorLayout, ...] = ()  # of each part; none: as in the network
+    layouts: tuple[HfLayout | None, ...]  # of each part; none: as in the network
 
     @property
-    def is_expert_stack(self) -> bool:
+    def stack(self) -> ExpertStackLayout | None:
+        """The layout of the first part, if this is a stack of experts."""
+        return self.layouts[0] if isinstance(self.layouts[0], ExpertStackLayout) else None
+
+    @property
+    def is_expert_matrix(self) -> bool:
         """Whether it is a matrix of all experts, which MXFP4 files hold quantized."""
-        return bool(self.layouts) and isinstance(self.layouts[0], ExpertStackLayout) and self.layouts[0].transposed
+        return self.stack is not None and self.stack.transposed
 
     @property
     def shape(self) -> list[int]:
@@ -170,17 +176,21 @@ class FileTensor:
 
     def value(self, dtype: torch.dtype) -> Tensor:
         """Return what the file holds, on the host."""
-        return self._joined([part.to("cpu", dtype).contiguous() for part in self.parts])
+        return self._joined(list(self.parts)).to("cpu", dtype).contiguous()
 
     def load(self, tensor: Tensor) -> None:
         """Copy a file's tensor into the network."""
-        if not self.layouts:
-            self.parts[0].copy_(tensor)
-        for part, layout in zip(self.parts, self.layouts, strict=False):
-            part.copy_(layout.from_hf(tensor))
+        start = 0
+        for part, layout in zip(self.parts, self.layouts, strict=True):
+            rows = tensor if self.stack or len(self.parts) == 1 else tensor[start : start + len(part)]
+            part.copy_(rows if layout is None else layout.from_hf(rows.float()))
+            start += len(part)
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
-        return self.layouts[0].to_hf(*tensors) if self.layouts else tensors[0]
+        if self.stack is not None:
+            return self.stack.stack(*tensors)
+        rows = [x if layout is None else layout.to_hf(x) for x, layout in zip(tensors, self.layouts, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def hf_tensors(network: Network) -> dict[str, FileTensor]:
@@ -190,12 +200,11 @@ def hf_tensors(network: Network) -> dict[str, FileTensor]:
     for name, hf_name in hf_names(network).items():
         if "{expert}" in hf_name:
             for expert, tensor in enumerate(state[name].unbind()):
-                tensors[hf_name.format(expert=expert)] = FileTensor((tensor,))
-        elif name in layouts:
-            earlier = tensors.get(hf_name, FileTensor(()))
-            tensors[hf_name] = FileTensor((*earlier.parts, state[name]), (*earlier.layouts, layouts[name]))
+                tensors[hf_name.format(expert=expert)] = FileTensor((name,), (tensor,), (layouts.get(name),))
         else:
-            tensors[hf_name] = FileTensor((state[name],))
+            earlier = tensors.get(hf_name, FileTensor((), (), ()))
+            parts = (*earlier.names, name), (*earlier.parts, state[name]), (*earlier.layouts, layouts.get(name))
+            tensors[hf_name] = FileTensor(*parts)
     return tensors
 
 

@@ -15,7 +15,7 @@ from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, PlainMlp, RMSNorm
 from llmb.models.decoder import ATTENTION_FIELDS, Decoder, reject_fields
-from llmb.models.hf_layout import GroupedRowLayout, TensorLayout
+from llmb.models.hf_layout import GroupedRowLayout, HfLayout
 from llmb.models.mamba2 import MambaMixer, conv_sections, in_proj_sections, init_mamba_parameter, mamba_config
 
 # Our name -> Hugging Face name of the tensors of a mixer, by the letter in the pattern.
@@ -90,9 +90,9 @@ class NemotronH(Decoder):
         return names
 
     @staticmethod
-    def hf_layouts(model: Model) -> dict[str, TensorLayout]:
+    def hf_layouts(model: Model) -> dict[str, HfLayout]:
         """Return the row layouts of Mamba mixers, which are grouped here."""
-        layouts: dict[str, TensorLayout] = {}
+        layouts: dict[str, HfLayout] = {}
         for index, kind in enumerate(_validated_pattern(model)):
             if kind == "M":
                 settings, mixer = mamba_config(model), f"layers.{index}.mixer"

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from published_models import GPT_OSS_20B, GPT_OSS_120B, MIXTRAL, QWEN3_30B
 
+from llmb.config.huggingface.hf_config import from_hf_config, to_hf_config
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.hf_config import from_hf_config, to_hf_config
 
 # Fields and values as the publishers print them; those without influence on the network are left out.
 MIXTRAL_8X7B: dict[str, Any] = {
@@ -64,7 +64,7 @@ def test_published_configs_are_read_and_written_back(config: dict[str, Any], mod
         (QWEN3_30B_A3B, {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         (GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
         (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
-        (GPT_OSS, {"layer_types": ["chunked_attention"]}, "layer_types of config.json: 'chunked_attention'"),
+        (GPT_OSS, {"layer_types": ["chunked_attention"]}, "layer_types: chunked_attention is not supported"),
         (GPT_OSS, {"quantization_config": {"quant_method": "awq"}}, "quant_method=awq is not supported"),
         (GPT_OSS, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type of config.json: 'linear'"),
         (GPT_OSS, {"rope_scaling": GPT_OSS["rope_scaling"] | {"mscale": 0.5}}, "mscale=0.5 is not supported"),

@@ -30,9 +30,9 @@ from steps import step_inputs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.config.spec import Inference, MambaConfig, Model, RopeConfig, RunConfig
 from llmb.models.architectures import build_model
-from llmb.models.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.models.hf_weights import load_weights, save_weights
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import AdmissionCheck

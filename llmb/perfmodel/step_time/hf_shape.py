@@ -2,8 +2,8 @@
 
     read_hf_shape(Path("config.json")).model.layers
 
-Settings that change no count of weights or FLOPs are ignored. `models/hf_config.py` is the strict reader, for networks
-that run here.
+Settings that change no count of weights or FLOPs are ignored. The strict reader, for
+networks that run here, is `config/huggingface/hf_config.py`.
 """
 
 import os

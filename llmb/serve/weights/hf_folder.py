@@ -15,13 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, from_hf_config, to_hf_config
 from llmb.config.serialization import read_json
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import ARCHITECTURES, Network
-from llmb.models.hf_config import HF_ARCHITECTURES, from_hf_config, to_hf_config
 from llmb.models.hf_layout import ExpertStackLayout
-from llmb.models.hf_weights import HF_PREFIXES, hf_names, hf_tensors, mxfp4_names, stored_tensors, summarize_names
+from llmb.models.hf_weights import (
+    HF_PREFIXES,
+    FileTensor,
+    hf_names,
+    hf_tensors,
+    mxfp4_names,
+    stored_tensors,
+    summarize_names,
+)
 from llmb.serve.weights.hf_quantized import Folder, OpenFiles, Region, read_dequantized, stored_format, tensor_error
 from llmb.serve.weights.weight_source import WeightShard
 
@@ -45,7 +53,9 @@ class HfFolderWeights:
         self._names = hf_names(network)
         self._layouts = type(network).hf_layouts(model)
         self._stored: Folder = stored_tensors(folder)
-        self._expected = {name: tensor.shape for name, tensor in hf_tensors(network).items()}
+        tensors = hf_tensors(network)
+        self._first_rows = _first_rows(tensors.values())
+        self._expected = {name: tensor.shape for name, tensor in tensors.items()}
         ignored = _check_names(folder, model, self._expected, self._stored)
         _check_tensors(folder, self._expected, self._stored)
         self.notes = _notes(ignored)
@@ -78,6 +88,8 @@ class HfFolderWeights:
     def _read(self, name: str, region: Region, files: OpenFiles) -> Tensor:
         hf_name = self._names[name]
         if "{expert}" not in hf_name:
+            if first := self._first_rows.get(name, 0):
+                region = (slice(region[0].start + first, region[0].stop + first), *region[1:])
             tensor = read_dequantized(hf_name, region, self._stored, files, self._device)
             return tensor.to(
                 self._dtype_of(name, hf_name), copy=True
@@ -93,6 +105,17 @@ class HfFolderWeights:
     def _dtype_of(self, name: str, hf_name: str) -> torch.dtype:
         quantized = stored_format(hf_name, self._stored) != "unquantized"
         return torch.float32 if quantized or name in self._fp32_names else self._dtype
+
+
+def _first_rows(tensors: Iterable[FileTensor]) -> dict[str, int]:
+    """Return where the rows of our tensors begin in those of files that hold several, by our name."""
+    rows = {}
+    for tensor in tensors:
+        start = 0
+        for name, part in zip(tensor.names, tensor.parts, strict=True) if len(tensor.parts) > 1 else ():
+            rows[name] = start
+            start += len(part)
+    return rows
 
 
 def _region(shape: list[int], shard: WeightShard | None) -> Region:

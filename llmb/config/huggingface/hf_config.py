@@ -1,0 +1,268 @@
+"""Conversion between a spec.Model and Hugging Face's config.json.
+
+    to_hf_config(model)                       # config.json from which `transformers` builds the same network
+    load_hf_config(Path("Llama-3.1-8B"))      # spec.Model of a downloaded folder
+
+Nothing is dropped silently: a config.json with settings that no network here implements is rejected, and so is a
+spec.Model that config.json cannot express. Grok-1 has no class in `transformers` and therefore no config.json.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from llmb.config.huggingface.dense_models import DENSE_MODELS
+from llmb.config.huggingface.hf_fields import (
+    ACTIVATIONS,
+    SIZE_FIELDS,
+    HfConfig,
+    check_supported,
+    from_hf,
+    positive_int,
+    read_activation,
+    required,
+    to_hf,
+)
+from llmb.config.huggingface.hf_rope import from_hf_rope, to_hf_rope
+from llmb.config.huggingface.llama_like import same_layers
+from llmb.config.huggingface.mixtures import MIXTURES
+from llmb.config.serialization import build, convert, read_json
+from llmb.config.spec import Model
+from llmb.errors import ConfigError, UnknownName
+
+# Our field -> field of config.json, by part of a model.
+LAYER_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
+MOE_FIELDS = {
+    "count": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "ffn": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+    "score": "scoring_func",
+    "renormalise": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+}
+MLA_FIELDS = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+}
+MAMBA_FIELDS = {
+    "heads": "mamba_num_heads",
+    "head_dim": "mamba_head_dim",
+    "groups": "n_groups",
+    "state": "ssm_state_size",
+    "chunk": "chunk_size",
+    "conv": "conv_kernel",
+}
+# Field of config.json -> the only supported value, which is also its default.
+SUPPORTED_VALUES: HfConfig = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "use_conv_bias": True,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "sliding_window": None,
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+    "mamba_hidden_act": "silu",
+    "time_step_min": 0.001,
+}
+# Other names that `transformers` reads -> field of config.json.
+ALIASES: dict[str, dict[str, str]] = {
+    **{model_type: dict(mixture.aliases) for model_type, mixture in MIXTURES.items()},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "nemotron_h": {
+        "layer_types": "layers_block_type",
+        "mamba_chunk_size": "chunk_size",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_dt_min": "time_step_min",
+        "mamba_n_groups": "n_groups",
+    },
+}
+
+
+def to_hf_config(model: Model) -> HfConfig:
+    """Return the config.json of a model, or raise a ConfigError that names what it cannot express."""
+    if model.architecture not in _WRITERS:
+        raise ConfigError(f"{model.architecture} has no config.json; architectures with one: {', '.join(_WRITERS)}")
+    tokenizer_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = to_hf(model, SIZE_FIELDS) | {"attention_bias": False} | _WRITERS[model.architecture](model) | tokenizer_ids
+    _check_lossless(model, from_hf_config(config))
+    return config
+
+
+def from_hf_config(config: HfConfig, name: str = "") -> Model:
+    """Return the model of a config.json, or raise a ConfigError that names what is not supported."""
+    model_type = convert(dict[str, Any], config, "config.json").get("model_type")
+    if not isinstance(model_type, str) or model_type not in _READERS:
+        raise UnknownName("model_type of config.json:", model_type, _READERS)
+    if model_type == "gemma3" and isinstance(config.get("text_config"), dict):  # with a vision tower: the text model
+        model_type, config = "gemma3_text", config["text_config"]
+    config = _without_aliases(config, ALIASES.get(model_type, {}))
+    read_fields = next((dense.read_fields for dense in DENSE_MODELS.values() if dense.hf_type == model_type), set())
+    if model_type in MIXTURES:
+        read_fields = set(MIXTURES[model_type].read_fields)
+    check_supported(config, {field: value for field, value in SUPPORTED_VALUES.items() if field not in read_fields})
+    fields = _READERS[model_type](_with_defaults(config, model_type))
+    return build(Model, {"name": name or model_type, **fields}, "config.json")
+
+
+def load_hf_config(path: Path) -> Model:
+    """Return the model of a folder in Hugging Face's layout, or of a config.json."""
+    path = path.resolve()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"cannot read {file}: no such file")
+    generic = file.name == "config.json"
+    return from_hf_config(read_json(file), file.parent.name if generic else file.stem)
+
+
+def _with_defaults(config: HfConfig, model_type: str) -> HfConfig:
+    """Return the fields with those of embeddings, which config.json leaves out where they have their default."""
+    tied = any(
+        dense.defaults.get("tie_word_embeddings", False)
+        for dense in DENSE_MODELS.values()
+        if dense.hf_type == model_type
+    )
+    return {"tie_word_embeddings": tied, **config}
+
+
+def _without_aliases(config: HfConfig, aliases: dict[str, str]) -> HfConfig:
+    """Return the fields under one name each; two names that disagree are rejected."""
+    renamed = dict(config)
+    for alias, field in aliases.items():
+        value = renamed.pop(alias, None)
+        if value is None:
+            continue
+        if renamed.get(field, value) != value:
+            raise ConfigError(f"config.json: {alias}={value} and {field}={renamed[field]} are the same and disagree")
+        if value != SUPPORTED_VALUES.get(field, value):
+            raise ConfigError(f"config.json: {alias}={value} is not supported; only {SUPPORTED_VALUES[field]} is")
+        renamed[field] = value
+    return renamed
+
+
+def _to_deepseek(model: Model) -> HfConfig:
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_act": ACTIVATIONS[model.activation],
+        "rms_norm_eps": model.norm_eps,
+        "rope_interleave": True,
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+        **to_hf(model.mla, MLA_FIELDS),
+        **to_hf(model.experts, MOE_FIELDS),
+        **to_hf_rope(model),
+    }
+
+
+def _from_deepseek(config: HfConfig) -> dict[str, Any]:
+    _check_routing(config)
+    return from_hf(config, SIZE_FIELDS) | {
+        "architecture": "deepseek",
+        "head_dim": required(config, "v_head_dim"),
+        "activation": read_activation(config, "hidden_act"),
+        "norm_eps": required(config, "rms_norm_eps"),
+        "rope": from_hf_rope(config),
+        "experts": from_hf({"scoring_func": "sigmoid", **config}, MOE_FIELDS),
+        "mla": from_hf(config, MLA_FIELDS),
+    }
+
+
+def _check_routing(config: HfConfig) -> None:
+    """Reject group-limited routing that leaves a token fewer experts than it is routed to."""
+    names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
+    count, groups, top_groups, top_k = (positive_int(config, name) for name in names)
+    if top_k > count // groups * top_groups:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok={top_k} is more than the {count // groups * top_groups} experts in "
+            f"topk_group={top_groups} of n_group={groups} groups"
+        )
+
+
+def _to_nemotron_h(model: Model) -> HfConfig:
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "head_dim": model.head_dim,
+        "mlp_hidden_act": ACTIVATIONS[model.activation],
+        "mlp_bias": False,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "layer_norm_epsilon": model.norm_eps,
+        "hybrid_override_pattern": model.pattern,
+        **to_hf(model.mamba, MAMBA_FIELDS),
+    }
+
+
+def _from_nemotron_h(config: HfConfig) -> dict[str, Any]:
+    pattern = _pattern(config)
+    check_supported(config, {"tie_word_embeddings": False})
+    return from_hf({**config, "num_hidden_layers": len(pattern)}, SIZE_FIELDS) | {
+        "architecture": "nemotron_h",
+        "pattern": pattern,
+        "gated": False,
+        "head_dim": config.get("head_dim") or required(config, "attention_head_dim"),
+        "activation": read_activation(config, "mlp_hidden_act"),
+        "norm_eps": required(config, "layer_norm_epsilon"),
+        "rope": None,
+        "mamba": from_hf(config, MAMBA_FIELDS),
+    }
+
+
+_WRITERS: dict[str, Callable[[Model], HfConfig]] = {
+    **{architecture: dense.write for architecture, dense in DENSE_MODELS.items()},
+    **{architecture: mixture.write for architecture, mixture in MIXTURES.items()},
+    "deepseek": _to_deepseek,
+    "nemotron_h": _to_nemotron_h,
+}
+HF_ARCHITECTURES = tuple(_WRITERS)  # architectures that `transformers` has
+_READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
+    **{dense.hf_type: dense.read for dense in DENSE_MODELS.values()},
+    "gemma3": DENSE_MODELS["gemma3"].read,
+    **{architecture: mixture.read for architecture, mixture in MIXTURES.items()},
+    "deepseek_v3": _from_deepseek,
+    "nemotron_h": _from_nemotron_h,
+}
+
+
+def _pattern(config: HfConfig) -> str:
+    """Return one letter per layer, from hybrid_override_pattern or, in newer files, layers_block_type."""
+    letters = convert(str | None, config.get("hybrid_override_pattern"), "config.json.hybrid_override_pattern")
+    if letters is None or config.get("layers_block_type") is not None:
+        block_types = convert(tuple[str, ...], required(config, "layers_block_type"), "config.json.layers_block_type")
+        listed = "".join(LAYER_LETTERS.get(block_type, block_type) for block_type in block_types)
+        if letters not in (None, listed):
+            raise ConfigError(f"config.json: hybrid_override_pattern={letters} and layers_block_type={listed} disagree")
+        letters = listed
+    if set(letters) - set(LAYER_LETTERS.values()):
+        raise ConfigError(f"config.json: layers {letters} are not supported; choices are: {' '.join(LAYER_LETTERS)}")
+    return letters
+
+
+def _check_lossless(model: Model, restored: Model) -> None:
+    """Raise a ConfigError if a model read back from config.json differs, except in what changes no logits."""
+    restored = replace(restored, name=model.name)
+    if model.mla is not None:
+        restored = replace(restored, head_dim=model.head_dim)  # MLA has its own head dims
+    if restored.experts is not None and model.experts is not None:
+        restored = replace(restored, experts=replace(restored.experts, aux_loss=model.experts.aux_loss))
+    if restored.rope is not None and model.rope is not None and model.rope.scaling == "none":
+        partial = restored.rope.partial_rotary_factor
+        restored = replace(restored, rope=replace(model.rope, theta=restored.rope.theta, partial_rotary_factor=partial))
+    original, read_back = asdict(model), asdict(same_layers(model, restored))
+    lost = [f"{field}={original[field]}" for field in original if original[field] != read_back[field]]
+    if lost:
+        raise ConfigError(f"model {model.name}: config.json of a {model.architecture} cannot express {', '.join(lost)}")
