@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -193,7 +194,7 @@ class Attention(nn.Module):
         if cos_TD is not None and sin_TD is not None:
             q_BTHD, k_BTHD = fused_rope(q_BTHD, cos_TD, sin_TD), fused_rope(k_BTHD, cos_TD, sin_TD)
         q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        settings = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
+        settings: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
         if self.sinks is not None:
             settings["sinks_H"] = self.sinks
         out_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, **settings)

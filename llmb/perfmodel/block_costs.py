@@ -164,6 +164,16 @@ BLOCK_COSTS: dict[str, Callable[[Model], BlockCost]] = {
 }
 
 
+def layer_window(model: Model, layer: int) -> int | None:
+    """Return the sliding window of a layer, in tokens; none: its attention is full."""
+    return model.window if model.attention_kind(layer) == "S" else None
+
+
+def attended_tokens(model: Model, context: int) -> float:
+    """Return how many of `context` tokens the last one attends to, on average over layers."""
+    return sum(min(context, layer_window(model, layer) or context) for layer in range(model.layers)) / model.layers
+
+
 def block_stack(model: Model) -> list[tuple[str, int, BlockCost]]:
     """Return every kind of block of the model: its name, its count, and the cost of one."""
     if model.layers < 1:

@@ -6,7 +6,7 @@ kv_bytes_per_token(model, "fp8")         KV cache of one token over all layers
 
 from llmb.config.spec import Model, Precision
 from llmb.errors import ConfigError, UnknownName
-from llmb.perfmodel.block_costs import block_stack
+from llmb.perfmodel.block_costs import attended_tokens, block_stack
 
 # Bytes per value. nvfp4: 4 bits and one 8-bit scale for every 16 values; mxfp4: for every 32.
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125}
@@ -64,9 +64,9 @@ def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -
     """Return the bytes that one decode step of `batch` requests must move, for MBU.
 
     Block weights once in the run's dtype (mxfp4: experts only), the LM head once in bf16 or wider, `context` cached
-    tokens per request, recurrent states read and written. Of the routed experts those that some token is routed to, on
-    average with uniform routing: count * (1 - (1 - top_k / count) ** batch). Leaves out activations, norms and the
-    embedding's rows.
+    tokens per request (those inside of a sliding window), recurrent states read and written. Of the routed experts
+    those that some token is routed to, on average with uniform routing: count * (1 - (1 - top_k / count) ** batch).
+    Leaves out activations, norms and the embedding's rows.
     """
     check_tokens("batch", batch)
     check_tokens("context", context)
@@ -76,7 +76,9 @@ def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -
         routed = block.routed_weights
         read = routed * (1 - (1 - block.active_routed_weights / routed) ** batch) if routed else 0.0
         total += count * (block.dense_weights * dense_bytes_per_value(precision.dtype) + read * weight_bytes)
-    per_request = context * kv_bytes_per_token(model, precision.kv_dtype) + 2 * state_bytes_per_sequence(model)
+    per_request = attended_tokens(model, context) * kv_bytes_per_token(
+        model, precision.kv_dtype
+    ) + 2 * state_bytes_per_sequence(model)
     return total + batch * per_request
 
 

@@ -301,7 +301,8 @@ class _Attention(torch.autograd.Function):
         *saved, sinks_H = ctx.saved_tensors
         dout_NHD = dout_NHD.contiguous()
         grads = ctx.cp.attention_backward(dout_NHD, *saved, ctx.sequences, ctx.scale, window=ctx.window)
-        dsinks_H = None if sinks_H is None else sink_gradient(dout_NHD, *saved[-2:], sinks_H)
+        out_NHD, lse_HN = saved[-2:]
+        dsinks_H = None if sinks_H is None else sink_gradient(dout_NHD, out_NHD, lse_HN, sinks_H)
         return None, None, None, None, *grads, dsinks_H
 
 
