@@ -18,6 +18,7 @@ from llmb.config.llama_layer_shapes import has_plain_layers
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.flops import attention_pairs
 
 BUCKET_ALIGNMENT = 8  # elements, of matrices and shards: GEMMs take operands aligned to 16 bytes
 
@@ -247,10 +248,11 @@ def rank_flops(config: RunConfig, rank: int = 0) -> float:
     """
     work, model, parallel = config.workload, config.model, config.parallel
     assert isinstance(work, Training)
-    pairs = work.seqlen * work.seqlen / (1 if config.flops_convention == "full" else 2)
     flops = 0.0
     for stage in rank_stages(config, rank):
         for index, layer in enumerate(stage.layers):
+            window = model.window if model.attention_kind(layer) == "S" else None
+            pairs = attention_pairs(work.seqlen, config.flops_convention, window)
             macs = sum(_macs(model, block, work.seqlen, pairs) for block in layer_blocks(model, layer))
             recomputed = work.seqlen * recomputed_macs_per_token(model) if has_explicit_layers(config) else macs
             flops += 6 * macs + (2 * recomputed if index < stage.recomputed else 0)
