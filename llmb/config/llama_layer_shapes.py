@@ -15,8 +15,7 @@ ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 # Other models would silently be trained as plain Llamas: fields of the layers, and of what is outside of them.
 LAYER_FIELDS: dict[str, Any] = {
     "gated": True, "activation": "silu", "pre_norms": True, "post_norms": False, "qkv_bias": False, "o_bias": False,
-    "qk_norm": None, "window": None, "attention_pattern": "F", "local_rope": None, "attention_scale": None,
-    "attention_sinks": False,
+    "qk_norm": None, "local_rope": None, "attention_sinks": False,
     "attn_logit_softcap": None, "pattern": None, "experts": None, "mla": None, "mamba": None,
 }  # fmt: skip
 END_FIELDS: dict[str, Any] = {"embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": None}

@@ -136,6 +136,11 @@ class Model:
         return self.attention_pattern[layer % len(self.attention_pattern)]
 
     @property
+    def window_layers(self) -> int:
+        """Number of layers with a sliding window."""
+        return sum(self.attention_kind(layer) == "S" for layer in range(self.layers)) if self.window else 0
+
+    @property
     def softmax_scale(self) -> float:
         """Factor of attention logits."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

@@ -18,7 +18,7 @@ from itertools import zip_longest
 from llmb.config.llama_layer_shapes import has_plain_layers
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
-from llmb.perfmodel.block_costs import BLOCK_COSTS, layer_window
+from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.flops import attention_pairs
 
 BUCKET_ALIGNMENT = 8  # elements, of matrices and shards: GEMMs take operands aligned to 16 bytes
@@ -255,7 +255,8 @@ def rank_flops(config: RunConfig, rank: int = 0) -> float:
     flops = 0.0
     for stage in rank_stages(config, rank):
         for index, layer in enumerate(stage.layers):
-            pairs = attention_pairs(work.seqlen, config.flops_convention, layer_window(model, layer))
+            window = model.window if model.attention_kind(layer) == "S" else None
+            pairs = attention_pairs(work.seqlen, config.flops_convention, window)
             macs = sum(_macs(model, block, work.seqlen, pairs) for block in layer_blocks(model, layer))
             recomputed = work.seqlen * recomputed_macs_per_token(model) if has_explicit_layers(config) else macs
             flops += 6 * macs + (2 * recomputed if index < stage.recomputed else 0)

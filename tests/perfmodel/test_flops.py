@@ -188,7 +188,7 @@ def test_sliding_windows_limit_the_pairs() -> None:
     full, windowed = (flops.attention_pairs(4096, "causal", window) for window in (None, 128))
     assert full == flops.attention_pairs(4096, "causal", 4096) == 4096**2 / 2
     assert windowed == 4096 * 128 - 128**2 / 2  # but for half a token of each query: 1 + 2 + ... + 128 + 128 + ...
-    assert flops.attention_pairs(4096, "full", 128) == 2 * windowed
+    assert flops.attention_pairs(4096, "full", 128) == 4096 * 128
     attention = flops.forward_macs(GPT_OSS_20B, 4096, "causal")["attention"]
     weights = 2 * 2880 * (64 + 8) * 64
     assert attention == 24 * 4096 * weights + 2 * 64 * 64 * 12 * (full + windowed)

@@ -145,11 +145,12 @@ def causal_forward(
 
 def causal_backward(
     dout_NHD: Tensor, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
-    segments: Sequence[Segment], scale: float,
+    segments: Sequence[Segment], scale: float, window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv of the causal part, newly allocated: of the chunk's queries, keys and values."""
-    block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale)
-    return kernel_for(q_NHD, segments).backward(dout_NHD, block, out_NHD, lse_HN)
+    window = shorter_window(segments, window)
+    block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale, window)
+    return kernel_for(q_NHD, segments, window).backward(dout_NHD, block, out_NHD, lse_HN)
 
 
 def context_forward(
