@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmb.config.spec import Model, Precision
-from llmb.perfmodel.block_costs import BlockCost, block_stack, layer_window
+from llmb.perfmodel.block_costs import BlockCost, attended_tokens, block_stack, layer_window
 from llmb.perfmodel.params import BYTES, bytes_per_value, dense_bytes_per_value
 
 PRODUCTS, EXPERTS = "GEMM", "routed experts"
@@ -101,7 +101,7 @@ def _block_terms(model: Model, precision: Precision, step: Step, kind: str, coun
     if plain:
         terms_of_step.append(Term("kv_up", PRODUCTS, BYTES["bf16"] * count * plain, 2 * tokens * count * plain, "bf16"))
     if block.decode_pair_macs:
-        cached = step.decodes * _attended(model, step.context) * count
+        cached = step.decodes * attended_tokens(model, step.context) * count
         terms_of_step.append(
             Term("cache", DECODE, cached * cached_bytes(model, precision), 2 * cached * block.decode_pair_macs, "bf16")
         )
@@ -123,11 +123,6 @@ def _expert_terms(model: Model, step: Step, count: int, block: BlockCost, value_
         Term("experts", EXPERTS, read, 2 * step.tokens * count * block.active_routed_weights, "products"),
         Term("router", PRODUCTS, BYTES["bf16"] * router, 2 * step.tokens * router, "bf16"),
     ]
-
-
-def _attended(model: Model, context: float) -> float:
-    """Return the cached tokens that a token attends to, on average over layers: a sliding window reads no others."""
-    return sum(min(context, layer_window(model, layer) or context) for layer in range(model.layers)) / model.layers
 
 
 def _seen_pairs(model: Model, step: Step) -> float:

@@ -169,7 +169,7 @@ def layer_window(model: Model, layer: int) -> int | None:
     return model.window if model.attention_kind(layer) == "S" else None
 
 
-def attended_tokens(model: Model, context: int) -> float:
+def attended_tokens(model: Model, context: float) -> float:
     """Return how many of `context` tokens the last one attends to, on average over layers."""
     return sum(min(context, layer_window(model, layer) or context) for layer in range(model.layers)) / model.layers
 

@@ -44,7 +44,7 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     from llmb.cli.model_run.fitted_row import fitted_recipe
     from llmb.cli.run_options import run_selection, selected_gpu
     from llmb.config.huggingface.hf_config import load_hf_config
-    from llmb.config.huggingface.model_recipe import model_recipe
+    from llmb.config.huggingface.model_recipe import model_recipe, published_dtype
     from llmb.config.run_list import tasks_for
     from llmb.errors import ConfigError
 
@@ -53,7 +53,9 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     gpu = selected_gpu(options) or "cpu"
     options.gpu_type = None if options.proxy and gpu == "cpu" else gpu
     options.scale = options.scale or os.environ.get("JOB_TOTAL_GPUS") or str(_gpus_here(task))
-    options.dtype = options.dtype or os.environ.get("DTYPE") or ("fp32" if gpu == "cpu" else "bf16")
+    options.dtype = (
+        options.dtype or os.environ.get("DTYPE") or ("fp32" if gpu == "cpu" else published_dtype(model, task))
+    )
     if not options.scale.isdigit():
         raise ConfigError(f"--model runs at one scale, got --scale {options.scale}")
     weights = str(path.resolve()) if path.is_dir() and list(path.glob("*.safetensors")) else None

@@ -15,6 +15,8 @@ from llmb.perfmodel.params import parameters
 
 KINDS = {"train": "training", "serve": "inference", "offload": "outofcore"}  # of a recipe, by task
 DTYPES = ["bf16", "fp32", "fp8"]
+EXPERT_DTYPES = ["mxfp4"]  # to serve a mixture of experts
+PUBLISHED_DTYPES = {("serve", "gpt_oss"): "mxfp4"}  # by task and architecture, where it is not bf16
 CPU_PARAMETERS = 50_000_000  # a larger model runs as a small proxy on a CPU, where it would take minutes a step
 DEFAULTS: dict[str, Row] = {
     "train": {"seqlen": 4096, "steps": 50, "window": [35, 44], "profile_start": 45, "profile_stop": 50},
@@ -43,8 +45,9 @@ def model_recipe(
 ) -> Recipe:
     """Return a recipe with this model only; `weights` is the folder that is served, `budgets` memory in GiB."""
     size = model_size(model)
-    row = {"gpu": gpu, "size": size, "dtype": DTYPES, "gpus": gpus, **ROWS[task], **(budgets or {})}
-    small = {"size": size, "dtype": DTYPES, "gpus": 1, **SMALL_ROWS[task]}
+    dtypes = DTYPES + EXPERT_DTYPES * (task == "serve" and model.experts is not None)
+    row = {"gpu": gpu, "size": size, "dtype": dtypes, "gpus": gpus, **ROWS[task], **(budgets or {})}
+    small = {"size": size, "dtype": dtypes, "gpus": 1, **SMALL_ROWS[task]}
     if task == "serve":
         row |= {"tp": gpus, "num_requests": 1, "weights": weights}
     if parameters(model) <= CPU_PARAMETERS:
@@ -56,12 +59,17 @@ def model_recipe(
         title=f"{model.name}, read from its config.json",
         default_gpu=gpu,
         default_size=size,
-        default_dtype="bf16",
+        default_dtype=published_dtype(model, task),
         models={size: model_fields(model)},
         defaults=DEFAULTS[task],
         rows=(row,),
         proxies=(small,),
     )
+
+
+def published_dtype(model: Model, task: str) -> str:
+    """Return the dtype of a run on a GPU that names none: served weights stay in 4 bits if they are published so."""
+    return PUBLISHED_DTYPES.get((task, model.architecture), "bf16")
 
 
 def model_size(model: Model) -> str:

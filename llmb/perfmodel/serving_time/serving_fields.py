@@ -93,7 +93,7 @@ def serving_setup_of(config: RunConfig, engine: str = "native") -> ServingSetup:
     return ServingSetup(
         shape=run_shape(config.model),
         gpu=config.machine.gpu,
-        dtype=dtype,
+        dtype=DTYPES[dtype],
         kv_dtype=config.precision.kv_dtype if config.precision.kv_dtype in KV_DTYPES else "bf16",
         isl=work.isl,
         osl=work.osl,
