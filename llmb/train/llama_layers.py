@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from llmb.config.spec import Training
 from llmb.models.architectures import Network
+from llmb.models.blocks import RMSNorm
 from llmb.models.llama import LlamaDecoderLayer
 from llmb.models.llama_layer.fp8_layer_weights import Fp8Buffers, Fp8LayerWeights, scale_dtypes
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
@@ -43,6 +44,8 @@ class ExplicitLayer(LlamaDecoderLayer):
     Weights are read in each pass, so their memory may change in between.
     """
 
+    attention_norm: RMSNorm
+    mlp_norm: RMSNorm
     index: int  # in the whole model
     block: LlamaLayer[Any]
     fp8: bool

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_cases import DENSE_CASES
+from model_table import BEGIN, END, model_table
 from small_served import config_of, engine_for, serve, served_model_for
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -103,3 +104,9 @@ def _compare_serving(model: Model, reference: PreTrainedModel, folder: Path) -> 
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = reference.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :]
         assert list(output) == expected.tolist()
+
+
+def test_the_documented_table_is_the_one_of_these_cases() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    documented = page.partition(BEGIN)[2].partition(END)[0].strip()
+    assert documented == model_table(), "python tests/model_table.py prints the new table"
