@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmb.config.spec import Model, Precision
-from llmb.perfmodel.block_costs import BlockCost, block_stack
-from llmb.perfmodel.params import BYTES, bytes_per_value
+from llmb.perfmodel.block_costs import BlockCost, attended_tokens, block_stack, layer_window
+from llmb.perfmodel.params import BYTES, bytes_per_value, dense_bytes_per_value
 
 PRODUCTS, EXPERTS = "GEMM", "routed experts"
 DECODE, PREFILL = "attention, decode", "attention, prefill"
@@ -94,20 +94,22 @@ def terms(model: Model, precision: Precision, step: Step) -> list[Term]:
 
 
 def _block_terms(model: Model, precision: Precision, step: Step, kind: str, count: int, block: BlockCost) -> list[Term]:
-    tokens, value_bytes = step.tokens, bytes_per_value(precision.dtype)
+    tokens, value_bytes = step.tokens, dense_bytes_per_value(precision.dtype)
     plain = _kept_plain(model, kind)
     matrices = count * (block.dense_weights - plain)
     terms_of_step = [Term(f"{kind} weights", PRODUCTS, value_bytes * matrices, 2 * tokens * matrices, "products")]
     if plain:
         terms_of_step.append(Term("kv_up", PRODUCTS, BYTES["bf16"] * count * plain, 2 * tokens * count * plain, "bf16"))
     if block.decode_pair_macs:
-        cached = step.decodes * step.context * count
+        cached = step.decodes * attended_tokens(model, step.context) * count
         terms_of_step.append(
             Term("cache", DECODE, cached * cached_bytes(model, precision), 2 * cached * block.decode_pair_macs, "bf16")
         )
-        terms_of_step.append(Term("prompts", PREFILL, 0.0, 2 * step.prompt_pairs * count * block.pair_macs, "bf16"))
+        terms_of_step.append(
+            Term("prompts", PREFILL, 0.0, 2 * _seen_pairs(model, step) * count * block.pair_macs, "bf16")
+        )
     if block.routed_weights:
-        terms_of_step += _expert_terms(model, step, count, block, value_bytes)
+        terms_of_step += _expert_terms(model, step, count, block, bytes_per_value(precision.dtype))
     return terms_of_step
 
 
@@ -121,6 +123,15 @@ def _expert_terms(model: Model, step: Step, count: int, block: BlockCost, value_
         Term("experts", EXPERTS, read, 2 * step.tokens * count * block.active_routed_weights, "products"),
         Term("router", PRODUCTS, BYTES["bf16"] * router, 2 * step.tokens * router, "bf16"),
     ]
+
+
+def _seen_pairs(model: Model, step: Step) -> float:
+    """Return the (query, key) pairs of the prompts, on average over layers; prompts are of equal length."""
+    if not step.prompt_tokens:
+        return 0.0
+    isl = 2 * step.prompt_pairs / step.prompt_tokens
+    windows = (min(isl, layer_window(model, layer) or isl) for layer in range(model.layers))
+    return step.prompt_tokens * sum(seen - seen * seen / (2 * isl) for seen in windows) / model.layers
 
 
 def distinct_experts(count: int, top_k: int, tokens: float) -> float:
@@ -191,9 +202,10 @@ def small_bytes(model: Model, precision: Precision) -> float | None:
 
 
 def product_shapes(model: Model) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of the GEMMs of one dense layer, fused as in the engine."""
+    """Return (outputs, inputs) of the GEMMs of one dense layer, or of one expert, fused as in the engine."""
     hidden, mla = model.hidden, model.mla
-    mlp = [(2 * model.ffn, hidden), (hidden, model.ffn)]
+    ffn = model.ffn if model.experts is None or model.experts.dense_layers else model.experts.ffn
+    mlp = [(2 * ffn, hidden), (hidden, ffn)]
     if mla is None:
         width = model.heads * model.head_dim
         return [(width + 2 * model.kv_heads * model.head_dim, hidden), (hidden, width), *mlp]

@@ -59,7 +59,7 @@ class Row:
 
     @property
     def precision(self) -> Precision:
-        kv_dtype = "fp8" if self.dtype == "fp8" else "bf16"
+        kv_dtype = "fp8" if self.dtype in ("fp8", "mxfp4") else "bf16"
         return Precision(dtype=self.dtype, kv_dtype=kv_dtype)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,8 @@
 """Sizes of the published models, independent of the recipes so that neither hides a mistake of the other."""
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig
+from math import log
+
+from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
 
 
 def llama(name: str, layers: int, hidden: int, ffn: int, heads: int, head_dim: int = 128, tied: bool = False) -> Model:
@@ -31,4 +33,27 @@ GROK = Model(
     name="grok1 314b", architecture="grok1", layers=64, hidden=6144, ffn=32768, heads=48, kv_heads=8, head_dim=128,
     vocab=128256, experts=MoEConfig(count=8, top_k=2, ffn=32768),
 )  # fmt: skip
-ALL = (LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, DEEPSEEK, NEMOTRON, GROK)
+MIXTRAL = Model(
+    name="mixtral 8x7b", architecture="mixtral", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128,
+    vocab=32000, rope=RopeConfig(theta=1_000_000.0), experts=MoEConfig(count=8, top_k=2, ffn=14336),
+)  # fmt: skip
+QWEN3_30B = Model(
+    name="qwen3 30b-a3b", architecture="qwen3_moe", layers=48, hidden=2048, ffn=6144, heads=32, kv_heads=4,
+    head_dim=128, vocab=151936, norm_eps=1e-6, qk_norm="head", rope=RopeConfig(theta=1_000_000.0),
+    experts=MoEConfig(count=128, top_k=8, ffn=768),
+)  # fmt: skip
+
+
+def gpt_oss(name: str, layers: int, experts: int) -> Model:
+    return Model(
+        name=name, architecture="gpt_oss", layers=layers, hidden=2880, ffn=2880, heads=64, kv_heads=8, head_dim=64,
+        vocab=201088, qkv_bias=True, o_bias=True, attention_sinks=True, attention_pattern="SF", window=128,
+        attention_scale=64**-0.5 * (0.1 * log(32) + 1) ** 2, activation="swigluoai",
+        rope=RopeConfig(theta=150_000.0, scaling="yarn", factor=32.0, original_tokens=4096, truncate=False),
+        experts=MoEConfig(count=experts, top_k=4, ffn=2880, bias=True),
+    )  # fmt: skip
+
+
+GPT_OSS_20B, GPT_OSS_120B = gpt_oss("gpt-oss 20b", 24, 32), gpt_oss("gpt-oss 120b", 36, 128)
+MIXTURES = (MIXTRAL, QWEN3_30B, GPT_OSS_20B, GPT_OSS_120B)
+ALL = (LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, DEEPSEEK, NEMOTRON, GROK, *MIXTURES)

@@ -4,6 +4,8 @@ llama_model(layers=3, vocab=300)      # any field of spec.Model may be given; he
 SMALL_MODELS["deepseek"]              # one of each, for tests of all architectures
 """
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
@@ -36,6 +38,38 @@ def deepseek_model(**fields: Any) -> Model:
     return _model("deepseek", defaults, fields)
 
 
+def mixtral_model(**fields: Any) -> Model:
+    """Return a Mixtral, whose only MLPs are experts."""
+    defaults = {"rope": RopeConfig(theta=1_000_000.0), "ffn": 24, "experts": MoEConfig(count=8, top_k=2, ffn=24)}
+    return _model("mixtral", defaults, fields)
+
+
+def qwen3_moe_model(**fields: Any) -> Model:
+    """Return a Qwen3-MoE."""
+    experts = MoEConfig(count=8, top_k=3, ffn=24)
+    return _model("qwen3_moe", {"qk_norm": "head", "rope": RopeConfig(theta=1_000_000.0), "experts": experts}, fields)
+
+
+def gpt_oss_model(**fields: Any) -> Model:
+    """Return a gpt-oss, with YaRN in whose short original context pairs are unscaled, scaled and in between."""
+    rope = RopeConfig(theta=150.0, scaling="yarn", factor=32.0, original_tokens=64, beta_fast=4.0, truncate=False)
+    defaults = {
+        "qkv_bias": True,
+        "o_bias": True,
+        "attention_sinks": True,
+        "attention_pattern": "SF",
+        "window": 8,
+        "rope": rope,
+        "activation": "swigluoai",
+        "ffn": 32,
+        "experts": MoEConfig(count=4, top_k=2, ffn=32, bias=True),
+    }
+    model = _model("gpt_oss", defaults, fields)
+    if model.rope is None or model.rope.scaling != "yarn":
+        return model
+    return replace(model, attention_scale=model.head_dim**-0.5 * (0.1 * math.log(model.rope.factor) + 1) ** 2)
+
+
 def nemotron_h_model(pattern: str = "M-M*-", **fields: Any) -> Model:
     """Return a Nemotron-H with a layer for each letter of the pattern."""
     defaults = {
@@ -56,6 +90,7 @@ def _model(architecture: str, defaults: dict[str, Any], fields: dict[str, Any]) 
 
 
 _SIZES = {"layers": 4, "ffn": 64, "head_dim": 16, "vocab": 128}
+_EXPERTS = MoEConfig(count=4, top_k=2, ffn=48, aux_loss=0.01)
 SMALL_MODELS = {
     "llama": llama_model(name="llama", **_SIZES),
     "grok1": grok1_model(
@@ -70,6 +105,11 @@ SMALL_MODELS = {
         **_SIZES,
         mla=MlaConfig(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=16, value_dim=16),
         experts=MoEConfig(count=8, top_k=2, ffn=32, shared=1, dense_layers=1, groups=2, top_groups=1, score="sigmoid"),
+    ),
+    "mixtral": mixtral_model(name="mixtral", **(_SIZES | {"layers": 2, "ffn": 48}), experts=_EXPERTS),
+    "qwen3_moe": qwen3_moe_model(name="qwen3_moe", **(_SIZES | {"layers": 2}), experts=_EXPERTS),
+    "gpt_oss": gpt_oss_model(
+        name="gpt_oss", **(_SIZES | {"layers": 2, "ffn": 48}), experts=replace(_EXPERTS, bias=True)
     ),
     "nemotron_h": nemotron_h_model(
         name="nemotron_h",

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from llmb.cli.model_run.model_options import add_model_options, recipes_for
 from llmb.cli.run_options import add_run_options, complete_with, examples, load_recipes
 from llmb.cli.subcommand import command
 
@@ -24,6 +25,7 @@ def add_commands(commands: Any) -> None:
 
     show = command(commands, "show", run_show, "one run in full: settings, FLOPs, memory, command", *examples("show"))
     add_run_options(show)
+    add_model_options(show)
     memory_help = (
         "one rank at full size, without a GPU: memory, FLOPs and collectives of a step (training; needs torch)"
     )
@@ -124,7 +126,7 @@ def run_show(options: argparse.Namespace) -> int:
     from llmb.launch.install_root import install_root
     from llmb.report.config_summary import describe
 
-    recipes = run_options.load_recipes()
+    recipes = recipes_for(options)
     resolved, bad = resolve_all(
         tasks_for(run_options.run_selection(options), recipes), recipes, install_root(os.environ)
     )

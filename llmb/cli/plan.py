@@ -5,6 +5,7 @@ import os
 import sys
 from typing import Any
 
+from llmb.cli.model_run.model_options import add_model_options, recipes_for
 from llmb.cli.run_options import add_run_options
 from llmb.cli.subcommand import command
 
@@ -23,6 +24,7 @@ def add_commands(commands: Any) -> None:
     summary = "the plan of an out-of-core run: chunks, rounds, memory, and the time predicted"
     parser = command(commands, "plan", run, summary, *EXAMPLES)
     add_run_options(parser)
+    add_model_options(parser)
     parser.add_argument("--json", action="store_true", help="as JSON, one object a plan")
 
 
@@ -38,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.report.plan_figures import as_data, plan_figures
     from llmb.report.plan_text import describe_plan
 
-    recipes = run_options.load_recipes()
+    recipes = recipes_for(options)
     planned = ", ".join(key for key, recipe in recipes.items() if recipe.kind == "outofcore")
     run_selection = run_options.run_selection(options)
     if not run_selection.targets:

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.model_run.model_options import add_model_options, recipes_for
 from llmb.cli.run_options import add_location_options, add_run_options, examples
 from llmb.cli.subcommand import command
 
@@ -22,6 +23,7 @@ def add_commands(commands: Any) -> None:
     for name, output in (("submit", "run benchmarks"), ("single", "older name of submit")):
         parser = command(commands, name, run, output, *examples(name, " --dry-run"))
         add_run_options(parser)
+        add_model_options(parser)
         add_location_options(parser)
         add = parser.add_argument
         add("-f", "--file", type=Path, help="bulk file: .yaml with sweeps, or the older text form")
@@ -43,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     """Run all tasks of a command line, largest first: one after the other here, all at once on Slurm."""
     from dataclasses import replace
 
-    from llmb.cli import run_options, submit_slurm
+    from llmb.cli import submit_slurm
     from llmb.cli.batch_confirmation import describe_totals
     from llmb.cli.memory_check import check_memory, misfits, warn
     from llmb.config.resolve import resolve_all
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.launch.local_machine import unsupported_gpu
     from llmb.launch.secrets import mask
 
-    recipes = run_options.load_recipes()
+    recipes = recipes_for(options)
     tasks, location = tasks_of(options, recipes), submit_slurm.run_location(options, os.environ)
     dry = options.dry_run or options.on == "dry"
     if options.one_rank is not None and location != "local":

@@ -12,11 +12,13 @@ from llmb.perfmodel.params import FP8_ALIGNMENT, unaligned_fp8_widths
 
 ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 
-# Other models would silently be trained as plain Llamas.
-PLAIN: dict[str, Any] = {
-    "architecture": "llama", "gated": True, "activation": "silu", "post_norms": False, "attn_logit_softcap": None,
-    "embedding_scale": 1.0, "logit_scale": 1.0, "pattern": None, "experts": None, "mla": None, "mamba": None,
+# Other models would silently be trained as plain Llamas: fields of the layers, and of what is outside of them.
+LAYER_FIELDS: dict[str, Any] = {
+    "gated": True, "activation": "silu", "pre_norms": True, "post_norms": False, "qkv_bias": False, "o_bias": False,
+    "qk_norm": None, "local_rope": None, "attention_sinks": False,
+    "attn_logit_softcap": None, "pattern": None, "experts": None, "mla": None, "mamba": None,
 }  # fmt: skip
+END_FIELDS: dict[str, Any] = {"embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": None}
 
 
 def aligned(elements: int) -> int:
@@ -37,9 +39,14 @@ def layer_weight_shapes(model: Model) -> tuple[tuple[int, ...], ...]:
     )
 
 
+def has_plain_layers(model: Model) -> bool:
+    """Return whether the layer with explicit backward computes the layers of a model."""
+    return model.rope is not None and all(getattr(model, name) == plain for name, plain in LAYER_FIELDS.items())
+
+
 def check_plain_llama(model: Model) -> None:
     """Refuse any other model in one line."""
-    for field, plain in PLAIN.items():
+    for field, plain in (LAYER_FIELDS | END_FIELDS).items():
         if getattr(model, field) != plain:
             raise ConfigError(
                 f"out-of-core training supports plain Llamas only: {field} of {model.name} must be {plain!r}, "

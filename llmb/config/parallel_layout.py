@@ -80,6 +80,11 @@ def _check_tensors(p: Parallel, model: Model, replicate_kv: bool = False) -> Non
     `replicate_kv`: with more ranks than KV heads, several ranks may hold the same KV head.
     """
     blocks = model.blocks
+    if p.tp > 1 and model.qk_norm == "projection":
+        raise ConfigError(
+            f"tp {p.tp}: {model.name} norms all query heads as one (qk_norm=projection), so they cannot be split over "
+            "ranks; leave tp at 1"
+        )
     split = {"entries of the vocabulary": model.vocab}
     if blocks.get("attention") or blocks.get("mla"):
         replicated = replicate_kv and p.tp % model.kv_heads == 0
@@ -111,6 +116,11 @@ def _check_experts(p: Parallel, model: Model) -> None:
     if model.experts.count % p.ep:
         fits = divisors(model.experts.count)
         raise ConfigError(f"ep {p.ep} does not divide {model.experts.count} experts; ep could be {_choices(fits)}")
+    if p.etp > 1 and model.experts.bias:
+        raise ConfigError(
+            f"etp {p.etp}: the experts of {model.name} have biases, which ranks that share an expert would add each; "
+            "leave etp at 1 and raise ep"
+        )
     if model.experts.ffn % p.etp:
         fits = [d for d in divisors(p.etp) if model.experts.ffn % d == 0]
         raise ConfigError(

@@ -147,9 +147,7 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     changed = tuple(overrides + model_overrides)
     config = RunConfig(
         engine=_engine(recipe, request, bool(proxy_notes)),
-        name=_name(
-            recipe, request, parallel, model.name, sections["workload"], request.uses_proxy or bool(proxy_notes)
-        ),
+        name=_name(recipe, request, parallel, model.name, sections["workload"], bool(proxy_notes)),
         target=recipe.workload,
         size=request.size,
         proxy="; ".join(proxy_notes) or None,

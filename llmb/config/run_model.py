@@ -25,8 +25,10 @@ def base_model(
     real = recipe.model(request.size)
     if not request.uses_proxy or request.proxy == "true-width":
         return real, []
-    if "model" in row:
+    if "model" in row and (row["model"] or request.proxy is None):
         proxy = recipe.model(request.size, row["model"])
+        if proxy == real:
+            return real, []
     else:
         check_layout(parallel, changed_model(real, request)[0], values)  # the proxy itself is enlarged for any layout
         proxy = small_proxy(real, parallel)

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 from llmb.config.offload_plan import Plan, Update
 
-Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek"]
+Architecture = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "gemma2", "gemma3",
+    "mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "grok1", "deepseek",
+]  # fmt: skip
 # Trained tensors, and served weights: see config/native/number_formats.py.
 Fp8Recipe = Literal["tensorwise_delayed", "tensorwise_current", "tensorwise", "channelwise", "blockwise"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
@@ -36,14 +39,16 @@ class RopeConfig:
     """Rotary position embedding (RoPE) and its context extension."""
 
     theta: float = 500_000.0
-    scaling: Literal["none", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies divided by the factor
     factor: float = 1.0
     original_tokens: int = 8192
     low_freq_factor: float = 1.0  # llama3: pairs with fewer periods in the original context are scaled by 1 / factor
     high_freq_factor: float = 4.0  # llama3: pairs with more periods are left as they are
     beta_fast: float = 32.0  # yarn: the same two bounds, as periods in the original context
     beta_slow: float = 1.0
+    truncate: bool = True  # yarn: round the pairs with these periods outwards
     mscale_all_dim: float = 0.0  # yarn: how strongly the softmax scale grows with the factor
+    partial_rotary_factor: float = 1.0  # fraction of a head's channels with position embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,7 @@ class MoEConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid routers have a correction bias per expert
     renormalise: bool = True  # normalize the top-k routing weights to a sum of 1
     scale: float = 1.0  # of the combined output of the routed experts
+    bias: bool = False  # the router and the projections of the experts have biases
     aux_loss: float = 0.0  # coefficient of the load-balancing loss; 0: none
 
 
@@ -101,18 +107,43 @@ class Model:
     kv_heads: int
     head_dim: int
     vocab: int
-    activation: Literal["silu", "gelu", "squared_relu"] = "silu"  # of the MLPs and experts
+    activation: Literal["silu", "gelu", "squared_relu", "swigluoai"] = "silu"  # of the MLPs and experts
     tied_embeddings: bool = False
     norm_eps: float = 1e-5
-    post_norms: bool = False  # a second norm, on the output of each block before the residual add
+    pre_norms: bool = True  # a norm on the input of each block
+    post_norms: bool = False  # a norm on the output of each block before the residual add
+    qkv_bias: bool = False  # of the query, key and value projections
+    o_bias: bool = False  # of the attention's output projection
+    qk_norm: Literal["head", "projection"] | None = None  # norm of queries and keys: each head, or all heads as one
     rope: RopeConfig | None = RopeConfig()  # none: attention without position embedding
+    # Attention of each layer, repeated over the layers: F full, S sliding window, N full without position embedding.
+    attention_pattern: str = "F"
+    window: int | None = None  # sliding window: tokens that a token attends to, itself included
+    local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; none: as the others
+    attention_scale: float | None = None  # of attention logits; none: 1 / sqrt(head_dim)
+    attention_sinks: bool = False  # a learned logit of each head joins the softmax, without a value
     attn_logit_softcap: float | None = None  # cap * tanh(logits / cap) before the softmax
     embedding_scale: float = 1.0  # of the embedding's output
     logit_scale: float = 1.0  # of the logits
+    logit_softcap: float | None = None  # of the logits: cap * tanh(logits / cap)
     pattern: str | None = None  # hybrids, one letter per layer: M mamba, * attention, - MLP, E experts
     experts: MoEConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
+
+    def attention_kind(self, layer: int) -> str:
+        """Return the letter of a layer in the attention pattern."""
+        return self.attention_pattern[layer % len(self.attention_pattern)]
+
+    @property
+    def window_layers(self) -> int:
+        """Number of layers with a sliding window."""
+        return sum(self.attention_kind(layer) == "S" for layer in range(self.layers)) if self.window else 0
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of attention logits."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -160,7 +191,7 @@ class Parallel:
 class Precision:
     """Number formats of GEMMs and, for inference, of the KV cache."""
 
-    dtype: Literal["fp32", "bf16", "fp8", "nvfp4"]
+    dtype: Literal["fp32", "bf16", "fp8", "nvfp4", "mxfp4"]  # mxfp4: of experts only, the rest in bf16
     kv_dtype: Literal["fp32", "bf16", "fp8"] | None = None  # none: no KV cache
     fp8_recipe: Fp8Recipe | None = None  # how fp8 tensors are scaled; none: no fp8 GEMMs
 

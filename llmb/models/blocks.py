@@ -8,7 +8,9 @@ Tensor names end in their shape: B sequences, T tokens, C hidden width, H heads,
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +21,12 @@ from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.ops.activation.activation_autograd import fused_activation
 from llmb.ops.attention.softcap_attention import softcap_attention
+from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.device_capabilities import capabilities
 from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
 from llmb.ops.rope.rope_autograd import fused_rope
+
+ATTENTION_KINDS = ("F", "S", "N")
 
 
 class RMSNorm(nn.Module):
@@ -53,16 +58,25 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
     `llama3`: pairs with many rotations within the original context are unscaled, those with few are divided by
     `factor`, with a linear blend between the two bounds (in rotations).
     `yarn`: likewise, but the blend is linear over the index of the pairs, from whole pairs at both bounds.
+    `linear`: all pairs are divided by `factor`.
     """
+    rotary_dim = int(head_dim * rope.partial_rotary_factor)
+    if rotary_dim < head_dim:  # the other pairs do not rotate: see `hf_layout.PartialRotaryLayout`
+        whole = rope_frequencies(replace(rope, partial_rotary_factor=1.0), rotary_dim, device)
+        return F.pad(whole, (0, (head_dim - rotary_dim) // 2))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / rope.theta**exponents
+    if rope.scaling == "linear":
+        return frequencies / rope.factor
     if rope.scaling == "llama3":
         rotations = rope.original_tokens * frequencies / (2 * math.pi)
         unscaled = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return frequencies * (unscaled + (1 - unscaled) / rope.factor)
     if rope.scaling == "yarn":
-        first = max(math.floor(_pair_with_rotations(rope.beta_fast, rope, head_dim)), 0)
-        last = min(math.ceil(_pair_with_rotations(rope.beta_slow, rope, head_dim)), head_dim - 1)
+        first, last = (_pair_with_rotations(beta, rope, head_dim) for beta in (rope.beta_fast, rope.beta_slow))
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
         pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
         unscaled = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
         return frequencies * (unscaled + (1 - unscaled) / rope.factor)
@@ -109,15 +123,26 @@ def attention_backends(device: torch.device) -> list[SDPBackend]:
 
 
 def causal_attention(
-    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None = None, softcap: float | None = None
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of whole sequences; k and v may have fewer heads (GQA).
 
-    Logits are multiplied by `scale`, by default 1 / sqrt(D), and soft-capped to +-softcap if given.
+    Logits are multiplied by `scale`, by default 1 / sqrt(D), and soft-capped to +-softcap if given. With a sliding
+    window a token attends to itself and the `window` - 1 tokens before it. A sink is one more logit of each softmax.
     """
     assert q_BHTD.shape[2] == k_BHTD.shape[2], "is_causal aligns fewer queries with the first keys"
+    window = None if window is None or window >= q_BHTD.shape[2] else window
     if softcap is not None:
-        return softcap_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, softcap)
+        assert sinks_H is None, "no model has a softcap and sinks"
+        return softcap_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, softcap, window)
+    if window is not None or sinks_H is not None:
+        return window_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, window, sinks_H)
     grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
     with sdpa_kernel(attention_backends(q_BHTD.device), set_priority=True):
         return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -126,35 +151,82 @@ def causal_attention(
 class Attention(nn.Module):
     """Grouped-query attention, with RoPE where cosine and sine are given.
 
-    Head counts follow from the projections' outputs, so tensor parallelism needs no other code. Context parallelism
-    replaces `attend`.
+    `kind` is a letter of the model's attention pattern. Biases are parameters of their own, so that precision policies
+    for linear layers leave them alone. Head counts follow from the projections' outputs, so tensor parallelism needs no
+    other code, except that each of its ranks adds an equal part of the output bias (`o_bias_scale`). Context
+    parallelism replaces `attend`.
     """
 
-    def __init__(self, model: Model):
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    o_bias: Tensor | None
+
+    def __init__(self, model: Model, kind: str = "F"):
         super().__init__()
         if model.heads % model.kv_heads:
             raise ConfigError(f"model {model.name}: kv_heads={model.kv_heads} does not divide heads={model.heads}")
         if model.rope is not None and model.head_dim % 2:
             raise ConfigError(f"model {model.name}: head_dim={model.head_dim} must be even for RoPE")
         self.head_dim = model.head_dim
-        self.softcap = model.attn_logit_softcap
+        self.scale, self.softcap = model.softmax_scale, model.attn_logit_softcap
+        self.window = attention_window(model, kind)
         self.attend: Callable[..., Tensor] = causal_attention
         self.q = nn.Linear(model.hidden, model.heads * model.head_dim, bias=False)
         self.k = nn.Linear(model.hidden, model.kv_heads * model.head_dim, bias=False)
         self.v = nn.Linear(model.hidden, model.kv_heads * model.head_dim, bias=False)
         self.o = nn.Linear(model.heads * model.head_dim, model.hidden, bias=False)
+        width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        biases = {"q": model.qkv_bias, "k": model.qkv_bias, "v": model.qkv_bias, "o": model.o_bias}
+        widths = {"q": width, "k": kv_width, "v": kv_width, "o": model.hidden}
+        for name, has_bias in biases.items():
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(widths[name])) if has_bias else None)
+        self.o_bias_scale = 1.0
+        self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.attention_sinks else None
+        self.qk_norm = model.qk_norm
+        norm_widths = (model.head_dim, model.head_dim) if model.qk_norm == "head" else (width, kv_width)
+        if model.qk_norm is not None:
+            self.q_norm, self.k_norm = (RMSNorm(norm_width, model.norm_eps) for norm_width in norm_widths)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
-        q_BTHD, k_BTHD, v_BTHD = (qkv_BTA.unflatten(-1, (-1, self.head_dim)) for qkv_BTA in self.project_qkv(x_BTC))
+        biases = self.q_bias, self.k_bias, self.v_bias
+        q_BTA, k_BTA, v_BTA = (_add_bias(y, bias) for y, bias in zip(self.project_qkv(x_BTC), biases, strict=True))
+        if self.qk_norm == "projection":
+            q_BTA, k_BTA = self.q_norm(q_BTA), self.k_norm(k_BTA)
+        q_BTHD, k_BTHD, v_BTHD = (y.unflatten(-1, (-1, self.head_dim)) for y in (q_BTA, k_BTA, v_BTA))
+        if self.qk_norm == "head":
+            q_BTHD, k_BTHD = self.q_norm(q_BTHD), self.k_norm(k_BTHD)
         if cos_TD is not None and sin_TD is not None:
             q_BTHD, k_BTHD = fused_rope(q_BTHD, cos_TD, sin_TD), fused_rope(k_BTHD, cos_TD, sin_TD)
         q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        out_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, softcap=self.softcap)
-        return self.o(out_BHTD.transpose(1, 2).flatten(2))
+        settings: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
+        if self.sinks is not None:
+            settings["sinks_H"] = self.sinks
+        out_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, **settings)
+        out_BTC = self.o(out_BHTD.transpose(1, 2).flatten(2))
+        return out_BTC if self.o_bias is None else _add_bias(out_BTC, self.o_bias * self.o_bias_scale)
 
     def project_qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values; a precision policy may override this to fuse the projections."""
         return self.q(x_BTC), self.k(x_BTC), self.v(x_BTC)
+
+
+def _add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def attention_window(model: Model, kind: str) -> int | None:
+    """Return the sliding window of a layer with this letter of the attention pattern, or raise a ConfigError."""
+    if kind not in ATTENTION_KINDS:
+        raise ConfigError(
+            f"model {model.name}: attention_pattern={model.attention_pattern!r} must be letters of F (full), "
+            "S (sliding window) and N (full without position embedding)"
+        )
+    if kind != "S":
+        return None
+    if model.window is None or model.window < 1:
+        raise ConfigError(f"model {model.name}: layers with a sliding window need model.window, 1 token or more")
+    return model.window
 
 
 class GatedMlp(nn.Module):

@@ -40,6 +40,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab_start: int,
         combine_lse: CombineLse | None,
         accum_dtype: torch.dtype,
+        softcap: float | None,
     ) -> Tensor:
         tokens = hidden_NC.shape[0]
         head_VC = weight_VC.to(hidden_NC.dtype)
@@ -49,11 +50,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight_VC: Tensor | None = None
         for start in range(0, tokens, chunk):
             rows = slice(start, start + chunk)
-            grad_NV = matmul(hidden_NC[rows], head_VC.T)  # logits, until the next line
+            grad_NV = matmul(hidden_NC[rows], head_VC.T)  # logits, until the loss is computed
+            derivative_NV = None if softcap is None else _softcap_(grad_NV, softcap)
             if combine_lse is None:
                 cross_entropy_grad_(grad_NV, labels_N[rows], 1 / tokens, losses_N[rows])
             else:
                 _vocab_parallel_loss(grad_NV, labels_N[rows], vocab_start, combine_lse, 1 / tokens, losses_N[rows])
+            if derivative_NV is not None:
+                grad_NV.mul_(derivative_NV)
             if grad_hidden_NC is not None:
                 matmul(grad_NV, head_VC, out=grad_hidden_NC[rows])
             if needs_weight and grad_weight_VC is None:
@@ -82,7 +86,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else:
                 out_VC = grad_weight_VC = torch.empty_like(unscaled_VC, dtype=dtype)
             scaled_add_(out_VC, unscaled_VC, grad_loss, accumulate=accumulate)
-        return grad_hidden_NC, grad_weight_VC, None, None, None, None, None
+        return grad_hidden_NC, grad_weight_VC, None, None, None, None, None, None
+
+
+def _softcap_(logits_NV: Tensor, softcap: float) -> Tensor:
+    """Set the logits to softcap * tanh(logits / softcap), and return the derivative of that."""
+    tanh_NV = logits_NV.div_(softcap).tanh_()
+    derivative_NV = 1 - tanh_NV.square()
+    logits_NV.mul_(softcap)
+    return derivative_NV
 
 
 def _vocab_parallel_loss(
@@ -104,12 +116,14 @@ def chunked_cross_entropy(
     vocab_start: int = 0,
     combine_lse: CombineLse | None = None,
     accum_dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the mean of -log softmax(hidden @ weight.T)[label], an fp32 scalar; hidden is [..., C], labels [...].
 
     A vocabulary-parallel head has the rows from `vocab_start` on and needs `combine_lse`; the gradient of hidden is
-    then the contribution of these rows. The gradient of the weight is accumulated over chunks in `accum_dtype`.
+    then the contribution of these rows. The gradient of the weight is accumulated over chunks in `accum_dtype`. With a
+    softcap the logits are softcap * tanh(logits / softcap).
     """
     return _ChunkedCrossEntropy.apply(
-        hidden.flatten(0, -2), weight_VC, labels.flatten(), chunk, vocab_start, combine_lse, accum_dtype
+        hidden.flatten(0, -2), weight_VC, labels.flatten(), chunk, vocab_start, combine_lse, accum_dtype, softcap
     )

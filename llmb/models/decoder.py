@@ -19,34 +19,47 @@ from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.blocks import RMSNorm, TokenEmbedding, rope_table, sequential_positions
 from llmb.models.chunked_loss import chunked_cross_entropy
-from llmb.models.hf_layout import GroupedRowLayout
+from llmb.models.hf_layout import HfLayout
 from llmb.models.moe import collect_aux_losses
 from llmb.ops.quant.delayed_scaling import Scaling
 
 INIT_STD = 0.02
+# Fields of spec.Model that only dense decoders with grouped-query attention have.
+ATTENTION_FIELDS = (
+    "pre_norms", "qkv_bias", "o_bias", "qk_norm", "attention_pattern", "window", "local_rope", "attention_scale",
+    "attention_sinks",
+)  # fmt: skip
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each with pre-norm and residual; with `post_norms` their outputs are normed too."""
+    """Attention and MLP with residuals, and norms before or after both of them, or before and after."""
 
     def __init__(self, model: Model, attention: nn.Module, mlp: nn.Module):
         super().__init__()
-        self.attention_norm = RMSNorm(model.hidden, model.norm_eps)
+        self.attention_norm = _norm(model, model.pre_norms, NoNorm)
         self.attention = attention
-        self.attention_post_norm = _post_norm(model)
-        self.mlp_norm = RMSNorm(model.hidden, model.norm_eps)
+        self.attention_post_norm = _norm(model, model.post_norms, nn.Identity)
+        self.mlp_norm = _norm(model, model.pre_norms, NoNorm)
         self.mlp = mlp
-        self.mlp_post_norm = _post_norm(model)
+        self.mlp_post_norm = _norm(model, model.post_norms, nn.Identity)
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
         normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
         x_BTC = x_BTC + self.attention_post_norm(self.attention(normed_BTC, cos_TD, sin_TD))
         normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
         return x_BTC + self.mlp_post_norm(self.mlp(normed_BTC))
 
 
-def _post_norm(model: Model) -> nn.Module:
-    return RMSNorm(model.hidden, model.norm_eps) if model.post_norms else nn.Identity()
+class NoNorm(nn.Module):
+    """In place of the norm before a block, in models without it."""
+
+    def forward(self, x_BTC: Tensor, with_residual: bool = True) -> tuple[Tensor, Tensor]:
+        assert with_residual
+        return x_BTC, x_BTC
+
+
+def _norm(model: Model, has_norm: bool, absent: type[nn.Module]) -> nn.Module:
+    return RMSNorm(model.hidden, model.norm_eps) if has_norm else absent()
 
 
 class Decoder(nn.Module):
@@ -70,7 +83,7 @@ class Decoder(nn.Module):
         self.head = None if model.tied_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)
         self.first = self.last = True
         self.positions: Callable[[int, torch.device], Tensor] = sequential_positions
-        self.cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = chunked_cross_entropy
+        self.cross_entropy: Callable[..., Tensor] = chunked_cross_entropy
         self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = attach_aux_loss
         self.loss_weight = 1.0
         self.fp8_scaling: Scaling | None = None  # of all fp8 tensors of `layers` with one scale
@@ -91,9 +104,11 @@ class Decoder(nn.Module):
             )
         assert self.norm is not None
         x_BTC = _scale(self.norm(x_BTC), self.model.logit_scale)
+        softcap = self.model.logit_softcap
         if labels_BT is None:
-            return x_BTC @ self.head_weight().to(x_BTC.dtype).T
-        loss = self.cross_entropy(x_BTC, self.head_weight(), labels_BT)
+            logits_BTV = x_BTC @ self.head_weight().to(x_BTC.dtype).T
+            return logits_BTV if softcap is None else softcap * torch.tanh(logits_BTV / softcap)
+        loss = self.cross_entropy(x_BTC, self.head_weight(), labels_BT, **({"softcap": softcap} if softcap else {}))
         return self.loss_weight * sum(aux_losses, start=loss)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
@@ -103,12 +118,19 @@ class Decoder(nn.Module):
 
     def run_layers(self, x_BTC: Tensor) -> Tensor:
         """Run all layers of this pipeline stage."""
-        table: tuple[Tensor, ...] = ()
-        if self.rope is not None:
-            table = rope_table(self.rope, self.rope_dim, self.positions(x_BTC.shape[1], x_BTC.device))
-        for layer in self.layers:
-            x_BTC = layer(x_BTC, *table)
+        tables = self.rope_tables(x_BTC)
+        for index, layer in self.layers.named_children():
+            x_BTC = layer(x_BTC, *tables.get(self.model.attention_kind(int(index)), ()))
         return x_BTC
+
+    def rope_tables(self, x_BTC: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """Return the RoPE tables of the tokens, by letter of the attention pattern; those without RoPE have none."""
+        if self.rope is None:
+            return {}
+        positions_T = self.positions(x_BTC.shape[1], x_BTC.device)
+        full = rope_table(self.rope, self.rope_dim, positions_T)
+        local = self.model.local_rope
+        return {"F": full, "S": full if local is None else rope_table(local, self.rope_dim, positions_T)}
 
     def head_weight(self) -> Tensor:
         """Return the weight [V, C] of the head."""
@@ -131,7 +153,9 @@ class Decoder(nn.Module):
         """
         scale = self.model.embedding_scale
         if parameter.ndim == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
+        elif name.endswith(".bias"):  # of all experts
+            parameter.zero_()
         elif name == "embedding.weight":
             parameter.normal_(0.0, INIT_STD if scale == 1.0 else 1.0 / scale, generator=generator)
         elif name.endswith(self.residual_projections):
@@ -140,8 +164,8 @@ class Decoder(nn.Module):
             parameter.normal_(0.0, INIT_STD, generator=generator)
 
     @staticmethod
-    def hf_layouts(_model: Model) -> dict[str, GroupedRowLayout]:
-        """Map our names to the row layout in Hugging Face files, for tensors where it differs from ours."""
+    def hf_layouts(_model: Model) -> dict[str, HfLayout]:
+        """Map our names to the layout in Hugging Face files, for tensors where it differs from ours."""
         return {}
 
     @property

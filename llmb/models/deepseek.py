@@ -9,7 +9,14 @@ update the routers' biases.
 
 from llmb.config.spec import Model
 from llmb.models.blocks import GatedMlp
-from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
+from llmb.models.decoder import (
+    ATTENTION_FIELDS,
+    Decoder,
+    DecoderLayer,
+    hf_decoder_names,
+    reject_fields,
+    rope_config,
+)
 from llmb.models.mla import MLAAttention, mla_config
 from llmb.models.moe import MoE, moe_config
 
@@ -38,7 +45,7 @@ class DeepSeek(Decoder):
     """DeepSeek network."""
 
     def __init__(self, model: Model):
-        reject_fields(model, "pattern", "mamba", "gated", "post_norms", "attn_logit_softcap")
+        reject_fields(model, "pattern", "mamba", "gated", "post_norms", "attn_logit_softcap", *ATTENTION_FIELDS)
         dense_layers = moe_config(model).dense_layers
         layers = (_layer(model, dense=index < dense_layers) for index in range(model.layers))
         super().__init__(model, layers, mla_config(model).rope_dim)

@@ -15,7 +15,7 @@ All of these are fields of spec.Model; the published values are in the recipe.
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention
-from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
+from llmb.models.decoder import ATTENTION_FIELDS, Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
 from llmb.models.moe import MoE, moe_config
 
 # There is no Hugging Face layout for Grok-1: these names are analogous to the others.
@@ -39,7 +39,7 @@ class Grok1(Decoder):
     """Grok-1 network."""
 
     def __init__(self, model: Model):
-        reject_fields(model, "pattern", "mla", "mamba", "gated")
+        reject_fields(model, "pattern", "mla", "mamba", "gated", *ATTENTION_FIELDS)
         _check(model)
         layers = (DecoderLayer(model, Attention(model), MoE(model)) for _ in range(model.layers))
         super().__init__(model, layers, model.head_dim)

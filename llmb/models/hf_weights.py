@@ -6,15 +6,20 @@
 Both stream: the host holds one shard when saving and one tensor when loading, whatever the size of the model. A folder
 is renamed to its name when it is complete, and nothing is loaded before the names and shapes of all tensors are
 checked.
+
+`save_weights(..., mxfp4_experts=True)` writes stacked experts as published gpt-oss folders hold them, NAME_blocks and
+NAME_scales (`ops/quant/mxfp4.py`); `load_weights` reads both.
 """
 
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,35 +29,52 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.config.serialization import read_json
 from llmb.config.spec import Model
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, Network
-from llmb.models.hf_config import HF_ARCHITECTURES, to_hf_config
-from llmb.models.hf_layout import GroupedRowLayout
+from llmb.models.hf_layout import ExpertStackLayout, HfLayout
+from llmb.ops.quant.mxfp4 import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, quantize_mxfp4
 
 SHARD_BYTES = 5_000_000_000
+MXFP4_SUFFIXES = ("_blocks", "_scales")
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Prefix in files of what `transformers` calls "model." in memory, where they differ.
 HF_PREFIXES = {"nemotron_h": "backbone."}
 
 
-def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes: float = SHARD_BYTES) -> None:
+def save_weights(
+    network: Network,
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: float = SHARD_BYTES,
+    mxfp4_experts: bool = False,
+) -> None:
     """Write the weights as `dtype`, with a config.json, to a folder that does not exist yet or is empty.
 
     Buffers keep their own dtype, which they need for precision.
     """
-    tensors, names, layouts = hf_tensors(network), hf_names(network), hf_layouts(network)
+    tensors, names = hf_tensors(network), hf_names(network)
     buffer_dtypes = {names[name]: buffer.dtype for name, buffer in network.named_buffers() if name in names}
-    dtypes = {name: buffer_dtypes.get(name, dtype) for name in tensors}
-    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
+    writers: dict[str, Callable[[], Tensor]] = {}
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if mxfp4_experts and tensor.is_expert_matrix:
+            for suffix, stored in zip(MXFP4_SUFFIXES, tensor.mxfp4_shapes, strict=True):
+                sizes[f"{name}{suffix}"] = math.prod(stored)
+                writers[f"{name}{suffix}"] = partial(_mxfp4_tensor, tensor, suffix)
+        else:
+            file_dtype = buffer_dtypes.get(name, dtype)
+            sizes[name] = math.prod(tensor.shape) * file_dtype.itemsize
+            writers[name] = partial(tensor.value, file_dtype)
+    tensor_iterator = ((name, write()) for name, write in writers.items())  # lazily, one by one
+    save_tensors(network.model, tensor_iterator, sizes, folder, dtype, shard_bytes, mxfp4_experts)
 
-    def file_tensor(name: str) -> Tensor:
-        tensor = tensors[name].to("cpu", dtypes[name]).contiguous()
-        return layouts[name].to_hf(tensor) if name in layouts else tensor
 
-    tensor_iterator = ((name, file_tensor(name)) for name in tensors)  # lazily, one by one
-    save_tensors(network.model, tensor_iterator, sizes, folder, dtype, shard_bytes)
+def _mxfp4_tensor(tensor: "FileTensor", suffix: str) -> Tensor:
+    packed, scales = quantize_mxfp4(tensor.value(torch.float32).mT.contiguous())
+    return scales if suffix == MXFP4_SUFFIXES[1] else packed.unflatten(-1, (-1, MXFP4_GROUP // 2))
 
 
 def save_tensors(
@@ -62,6 +84,7 @@ def save_tensors(
     folder: Path,
     dtype: torch.dtype,
     shard_bytes: float = SHARD_BYTES,
+    mxfp4_experts: bool = False,
 ) -> None:
     """Write tensors from an iterator in the order of `sizes`, which maps their names in files to bytes.
 
@@ -81,20 +104,38 @@ def save_tensors(
             (temporary / INDEX_FILE).write_text(json.dumps(index, indent=1))
         if config is not None:
             config["torch_dtype"] = str(dtype).removeprefix("torch.")
+            if mxfp4_experts:
+                config["quantization_config"] = {"quant_method": "mxfp4"}
             (temporary / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def load_weights(network: Network, folder: Path) -> None:
     """Load a folder into the network, keeping the dtypes and devices of its tensors."""
-    tensors, layouts = hf_tensors(network), hf_layouts(network)
-    stored = stored_tensors(folder)
-    _check_names(folder, tensors, stored)
-    _check_shapes(folder, tensors, stored)
+    tensors, stored = hf_tensors(network), stored_tensors(folder)
+    missing = {name for name in tensors if name not in stored and mxfp4_names(name)[0] in stored}
+    expected = {name: tensor.shape for name, tensor in tensors.items() if name not in missing}
+    for name in missing:
+        expected |= dict(zip(mxfp4_names(name), tensors[name].mxfp4_shapes, strict=True))
+    _check_names(folder, expected, stored)
+    _check_shapes(folder, expected, stored)
     for name, tensor in tensors.items():
-        # Opened for each tensor: pages read of an open file count as memory of this process until it is closed.
-        with open_safetensors(stored[name].file) as shard:
-            file_tensor = shard.get_tensor(name)
-            tensor.copy_(layouts[name].from_hf(file_tensor) if name in layouts else file_tensor)
+        tensor.load(_read_mxfp4(name, stored) if name in missing else _read(name, stored))
+
+
+def _read(name: str, stored: dict[str, "StoredTensor"]) -> Tensor:
+    # Opened for each tensor: pages read of an open file count as memory of this process until it is closed.
+    with open_safetensors(stored[name].file) as shard:
+        return shard.get_tensor(name)
+
+
+def _read_mxfp4(name: str, stored: dict[str, "StoredTensor"]) -> Tensor:
+    blocks, scales = (_read(part, stored) for part in mxfp4_names(name))
+    return dequantize_mxfp4(Mxfp4(blocks.flatten(-2), scales)).mT
+
+
+def mxfp4_names(name: str) -> tuple[str, str]:
+    """Return the names of the two tensors that hold an MXFP4 tensor: values and scales."""
+    return f"{name}{MXFP4_SUFFIXES[0]}", f"{name}{MXFP4_SUFFIXES[1]}"
 
 
 def _write_shard(file: Path, names: list[str], tensor_iterator: Iterator[tuple[str, Tensor]]) -> None:
@@ -104,27 +145,71 @@ def _write_shard(file: Path, names: list[str], tensor_iterator: Iterator[tuple[s
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def hf_tensors(network: Network) -> dict[str, Tensor]:
-    """Return the network's tensors by Hugging Face name, rows in our layout; stacked experts are unbound."""
-    state = network.state_dict()
-    tensors: dict[str, Tensor] = {}
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file: one of the network's, one expert of it, or several, as consecutive rows or stacked."""
+
+    names: tuple[str, ...]  # of the network's tensors
+    parts: tuple[Tensor, ...]
+    layouts: tuple[HfLayout | None, ...]  # of each part; none: as in the network
+
+    @property
+    def stack(self) -> ExpertStackLayout | None:
+        """The layout of the first part, if this is a stack of experts."""
+        return self.layouts[0] if isinstance(self.layouts[0], ExpertStackLayout) else None
+
+    @property
+    def is_expert_matrix(self) -> bool:
+        """Whether it is a matrix of all experts, which MXFP4 files hold quantized."""
+        return self.stack is not None and self.stack.transposed
+
+    @property
+    def shape(self) -> list[int]:
+        return [*self._joined([torch.empty(part.shape, device="meta") for part in self.parts]).shape]
+
+    @property
+    def mxfp4_shapes(self) -> tuple[list[int], list[int]]:
+        """Shapes of values and scales; those are of matrices [out, in], unlike an unquantized stack."""
+        experts, inputs, outputs = self.shape
+        groups = [experts, outputs, inputs // MXFP4_GROUP]
+        return [*groups, MXFP4_GROUP // 2], groups
+
+    def value(self, dtype: torch.dtype) -> Tensor:
+        """Return what the file holds, on the host."""
+        return self._joined(list(self.parts)).to("cpu", dtype).contiguous()
+
+    def load(self, tensor: Tensor) -> None:
+        """Copy a file's tensor into the network."""
+        start = 0
+        for part, layout in zip(self.parts, self.layouts, strict=True):
+            rows = tensor if self.stack or len(self.parts) == 1 else tensor[start : start + len(part)]
+            part.copy_(rows if layout is None else layout.from_hf(rows.float()))
+            start += len(part)
+
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        if self.stack is not None:
+            return self.stack.stack(*tensors)
+        rows = [x if layout is None else layout.to_hf(x) for x, layout in zip(tensors, self.layouts, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def hf_tensors(network: Network) -> dict[str, FileTensor]:
+    """Return the tensors of files by name; our stacked experts are unbound where files have one tensor for each."""
+    state, layouts = network.state_dict(), type(network).hf_layouts(network.model)
+    tensors: dict[str, FileTensor] = {}
     for name, hf_name in hf_names(network).items():
         if "{expert}" in hf_name:
             for expert, tensor in enumerate(state[name].unbind()):
-                tensors[hf_name.format(expert=expert)] = tensor
+                tensors[hf_name.format(expert=expert)] = FileTensor((name,), (tensor,), (layouts.get(name),))
         else:
-            tensors[hf_name] = state[name]
+            earlier = tensors.get(hf_name, FileTensor((), (), ()))
+            parts = (*earlier.names, name), (*earlier.parts, state[name]), (*earlier.layouts, layouts.get(name))
+            tensors[hf_name] = FileTensor(*parts)
     return tensors
 
 
-def hf_layouts(network: Network) -> dict[str, GroupedRowLayout]:
-    """Return row layouts by Hugging Face name, for tensors whose rows are in another order in files."""
-    names = hf_names(network)
-    return {names[name]: layout for name, layout in type(network).hf_layouts(network.model).items()}
-
-
 def hf_names(network: Network) -> dict[str, str]:
-    """Map our names to names in files; `{expert}` is the index along dimension 0 of ours."""
+    """Map our names to names in files; `{expert}` is the index along dimension 0 of ours. Parts have the same."""
     architecture: Any = ARCHITECTURES[network.model.architecture]
     prefix = HF_PREFIXES.get(network.model.architecture, "model.")
     names: dict[str, str] = architecture.hf_names(network.model)
@@ -214,11 +299,11 @@ def _check_names(folder: Path, tensors: Iterable[str], stored: Iterable[str]) ->
         raise ConfigError(f"{folder} {' and '.join(errors)}")
 
 
-def _check_shapes(folder: Path, tensors: dict[str, Tensor], stored: dict[str, StoredTensor]) -> None:
+def _check_shapes(folder: Path, expected: dict[str, list[int]], stored: dict[str, StoredTensor]) -> None:
     errors = [
-        f"{name} {stored[name].shape} (the model has {[*tensor.shape]})"
-        for name, tensor in tensors.items()
-        if stored[name].shape != [*tensor.shape]
+        f"{name} {stored[name].shape} (the model has {shape})"
+        for name, shape in expected.items()
+        if stored[name].shape != shape
     ]
     if errors:
         raise ConfigError(f"{folder} has {summarize_names(errors, 'tensor')} of another shape")

@@ -1,4 +1,4 @@
-"""Llama 3.x: a decoder whose layers are grouped-query attention and a gated MLP.
+"""Llama and dense decoders like it: their layers are grouped-query attention and a gated MLP.
 
     network = Llama(model)              # model: a spec.Model
     logits_BTV = network(tokens_BT)
@@ -7,17 +7,12 @@
 Compared with `transformers` in tests/models. Tensor names end in their shape, as in `blocks.py`.
 """
 
+from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, GatedMlp
-from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
-
-LAYER_NAMES = {
-    "attention_norm.weight": "input_layernorm.weight",
-    **{f"attention.{projection}.weight": f"self_attn.{projection}_proj.weight" for projection in "qkvo"},
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    **{f"mlp.{projection}.weight": f"mlp.{projection}_proj.weight" for projection in ("gate", "up", "down")},
-}
+from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, rope_config
+from llmb.models.hf_layout import HfLayout, OffsetLayout, PartialRotaryLayout
 
 
 class LlamaDecoderLayer(DecoderLayer):
@@ -26,8 +21,8 @@ class LlamaDecoderLayer(DecoderLayer):
     attention: Attention
     mlp: GatedMlp
 
-    def __init__(self, model: Model):
-        super().__init__(model, Attention(model), GatedMlp(model.hidden, model.ffn, model.activation))
+    def __init__(self, model: Model, kind: str):
+        super().__init__(model, Attention(model, kind), GatedMlp(model.hidden, model.ffn, model.activation))
 
 
 class Llama(Decoder):
@@ -35,12 +30,28 @@ class Llama(Decoder):
 
     def __init__(self, model: Model):
         _check(model)
-        super().__init__(model, (LlamaDecoderLayer(model) for _ in range(model.layers)), model.head_dim)
+        kinds = (model.attention_kind(layer) for layer in range(model.layers))
+        super().__init__(model, (LlamaDecoderLayer(model, kind) for kind in kinds), model.head_dim)
 
     @staticmethod
     def hf_names(model: Model) -> dict[str, str]:
-        """Map our names to Hugging Face names."""
-        return hf_decoder_names(model, lambda _index: LAYER_NAMES)
+        """Map our names to Hugging Face names; several of ours may be the rows of one tensor there."""
+        names = DENSE_MODELS[model.architecture].layer_names(model)
+        return hf_decoder_names(model, lambda _index: names)
+
+    @staticmethod
+    def hf_layouts(model: Model) -> dict[str, HfLayout]:
+        """Return how norms and partly rotated heads differ in files."""
+        dense, layouts = DENSE_MODELS[model.architecture], dict[str, HfLayout]()
+        names = Llama.hf_names(model)
+        if dense.norm_offset:
+            layouts |= {name: OffsetLayout(dense.norm_offset) for name in names if name.endswith("norm.weight")}
+        rotary_dim = int(model.head_dim * rope_config(model).partial_rotary_factor)
+        if rotary_dim < model.head_dim:
+            rotated = ("attention.q.weight", "attention.k.weight", "attention.q_bias", "attention.k_bias")
+            layout = PartialRotaryLayout(model.head_dim, rotary_dim)
+            layouts |= {name: layout for name in names if name.endswith(rotated)}
+        return layouts
 
 
 def _check(model: Model) -> None:
@@ -48,8 +59,7 @@ def _check(model: Model) -> None:
     if unsupported or not model.gated:
         fields = ", ".join(unsupported + ["gated=false"] * (not model.gated))
         raise ConfigError(f"model {model.name}: a llama has dense gated MLPs and plain attention, not {fields}")
-    reject_fields(model, "post_norms")
     if rope_config(model).scaling == "yarn":
         raise ConfigError(
-            f"model {model.name}: rope scaling 'yarn' of a llama is not supported; choices are: none, llama3"
+            f"model {model.name}: rope scaling 'yarn' of a llama is not supported; choices are: none, linear, llama3"
         )

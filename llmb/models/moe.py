@@ -21,7 +21,7 @@ from llmb.config.spec import Model, MoEConfig
 from llmb.errors import ConfigError
 from llmb.models.blocks import GatedMlp
 from llmb.ops.activation.activation_autograd import fused_activation
-from llmb.ops.moe.grouped_gemm import grouped_gemm
+from llmb.ops.moe.grouped_gemm import add_group_bias, grouped_gemm
 from llmb.ops.moe.permute import permute_tokens_with_input, sort_by_expert, unpermute_tokens
 from llmb.ops.moe.router import WEIGHT_SUM_EPS, router_scores, routing_weights, select_experts
 
@@ -60,10 +60,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts.count, hidden))
         # Corrects the selection of experts, not their weights; a buffer, because it has no gradient.
         self.register_buffer("bias", torch.zeros(experts.count) if experts.score == "sigmoid" else None)
+        self.logit_bias = nn.Parameter(torch.zeros(experts.count)) if experts.bias else None
 
     def forward(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights in fp32 and the numbers of the selected experts, both [N, K]."""
         logits_NE = _Fp32Linear.apply(x_NC, self.weight)
+        if self.logit_bias is not None:
+            logits_NE = logits_NE + self.logit_bias.float()
         scores_NE = router_scores(logits_NE, self.experts)
         with torch.no_grad():
             if self.force_load_balance:
@@ -121,14 +124,20 @@ def collect_aux_losses(network: nn.Module) -> Iterator[list[Tensor]]:
 class GroupedLinear(nn.Module):
     """Linear layer with one weight per group of rows: rows up to ends_E[0] take weight[0], and so on.
 
-    Precision policies replace it.
+    Precision policies replace `matmul`.
     """
 
-    def __init__(self, groups: int, inputs: int, outputs: int):
+    def __init__(self, groups: int, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(groups, outputs)) if bias else None
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        y_MO = self.matmul(x_MI, ends_E)
+        return y_MO if self.bias is None else add_group_bias(y_MO, self.bias, ends_E)
+
+    def matmul(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        """Multiply rows by their weights."""
         return grouped_gemm(x_MI, self.weight, ends_E)
 
 
@@ -139,9 +148,9 @@ class MoE(nn.Module):
         super().__init__()
         experts = moe_config(model)
         self.router = Router(model.hidden, experts)
-        self.gate = GroupedLinear(experts.count, model.hidden, experts.ffn)
-        self.up = GroupedLinear(experts.count, model.hidden, experts.ffn)
-        self.down = GroupedLinear(experts.count, experts.ffn, model.hidden)
+        self.gate = GroupedLinear(experts.count, model.hidden, experts.ffn, experts.bias)
+        self.up = GroupedLinear(experts.count, model.hidden, experts.ffn, experts.bias)
+        self.down = GroupedLinear(experts.count, experts.ffn, model.hidden, experts.bias)
         self.activation = model.activation
         width = experts.shared * experts.ffn  # several shared experts are one wide MLP
         self.shared = GatedMlp(model.hidden, width, model.activation) if experts.shared else None

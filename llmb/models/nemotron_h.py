@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, PlainMlp, RMSNorm
-from llmb.models.decoder import Decoder, reject_fields
-from llmb.models.hf_layout import GroupedRowLayout
+from llmb.models.decoder import ATTENTION_FIELDS, Decoder, reject_fields
+from llmb.models.hf_layout import GroupedRowLayout, HfLayout
 from llmb.models.mamba2 import MambaMixer, conv_sections, in_proj_sections, init_mamba_parameter, mamba_config
 
 # Our name -> Hugging Face name of the tensors of a mixer, by the letter in the pattern.
@@ -90,9 +90,9 @@ class NemotronH(Decoder):
         return names
 
     @staticmethod
-    def hf_layouts(model: Model) -> dict[str, GroupedRowLayout]:
+    def hf_layouts(model: Model) -> dict[str, HfLayout]:
         """Return the row layouts of Mamba mixers, which are grouped here."""
-        layouts: dict[str, GroupedRowLayout] = {}
+        layouts: dict[str, HfLayout] = {}
         for index, kind in enumerate(_validated_pattern(model)):
             if kind == "M":
                 settings, mixer = mamba_config(model), f"layers.{index}.mixer"
@@ -112,7 +112,7 @@ def _validated_pattern(model: Model) -> str:
         )
     if model.rope is not None or model.gated:
         raise ConfigError(f"model {model.name}: a nemotron_h needs rope: null and gated: false")
-    reject_fields(model, "experts", "mla", "tied_embeddings", "post_norms", "attn_logit_softcap")
+    reject_fields(model, "experts", "mla", "tied_embeddings", "post_norms", "attn_logit_softcap", *ATTENTION_FIELDS)
     if "*" in pattern and model.heads % model.kv_heads:
         raise ConfigError(f"model {model.name}: kv_heads={model.kv_heads} does not divide heads={model.heads}")
     return pattern

@@ -7,6 +7,7 @@ by one and in order. Tensors on the host are written from where they are; only v
 what is on the device is copied, at most a file's worth at a time. So the host never holds the model a second time.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import prod
@@ -36,15 +37,20 @@ def export(folder: Path, model: Model, buckets: Iterable[BucketTensors], shard_b
 
 def _parameters(model: Model, buckets: Iterable[BucketTensors]) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters by their Hugging Face names."""
-    names = Llama.hf_names(model)
-    shards: list[Tensor] = []
+    names, layouts = Llama.hf_names(model), Llama.hf_layouts(model)
+    hf_counts, shards = Counter(names.values()), list[Tensor]()
+    parts: list[Tensor] = []  # of one tensor in files
     for bucket, tensors in buckets:
         views = bucket_tensors(tensors["param"], ParamBuckets(model).tensors(bucket))
         for param in param_slices(model, bucket):
             shards.append(views[param.tensor][param.rows].cpu())
             if _is_last(model, param):
-                yield names[param.name], shards[0] if len(shards) == 1 else torch.cat(shards)
+                whole = shards[0] if len(shards) == 1 else torch.cat(shards)
+                parts.append(layouts[param.name].to_hf(whole) if param.name in layouts else whole)
                 shards = []
+                if len(parts) == hf_counts[names[param.name]]:
+                    yield names[param.name], parts[0] if len(parts) == 1 else torch.cat(parts)
+                    parts = []
 
 
 def _sizes(model: Model, dtype: torch.dtype) -> dict[str, int]:

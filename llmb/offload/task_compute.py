@@ -106,7 +106,10 @@ class TaskRunner:
         self.rope_rows, self.seed = rope_rows, seed
         self.buckets, self.dtypes = ParamBuckets(model), offload_dtypes(plan)
         self.fp8 = Fp8ModelWeights(model, arena.device) if plan.dtype == "fp8" else None
-        self.layer: LlamaLayer[Any] = LlamaLayer(model, PlainLinears if self.fp8 is None else Fp8Linears, KEY_BLOCK)
+        linears: Any = PlainLinears if self.fp8 is None else Fp8Linears
+        self.layers: dict[str, LlamaLayer[Any]] = {
+            kind: LlamaLayer(model, linears, KEY_BLOCK, kind=kind) for kind in set(model.attention_pattern)
+        }
         self._views: dict[tuple[str, int, Shapes], list[Tensor]] = {}  # of buffers, each created once
 
     def bind(self, groups: Sequence[GroupBatch], update: AdamStep) -> Compute:
@@ -142,7 +145,7 @@ class TaskRunner:
     def _forward(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
         layer, group, number = operation.task.layer, chunk.group, chunk.number
         attn, saved = BufferKey("attn", layer, group, number), BufferKey("rest", layer, group, number)
-        self.layer.forward(
+        self._layer(layer).forward(
             self._weights(operation, "forward"),
             self._residual(operation, "inp", layer),
             self._kv(operation, BufferKey("kv", layer, group)),
@@ -152,6 +155,9 @@ class TaskRunner:
             self._attn(self._bytes(operation, attn), chunk) if attn in operation.buffers else None,
             self._saved(self._bytes(operation, saved), chunk) if saved in operation.buffers else None,
         )
+
+    def _layer(self, index: int) -> LlamaLayer[Any]:
+        return self.layers[self.model.attention_kind(index)]
 
     def _head(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
         params, grads = ([self._bucket(operation, BufferKey(kind, bucket)) for bucket in self.buckets.head]
@@ -173,11 +179,11 @@ class TaskRunner:
         attn = self._attn(self._saved_or_new(operation, BufferKey("attn", task.layer, group, number)), chunk)
         saved = self._saved(self._saved_or_new(operation, BufferKey("rest", task.layer, group, number)), chunk)
         if task.level != FULL:
-            self.layer.recompute(
+            self._layer(task.layer).recompute(
                 weights, input_NC, kv, segments, *cos_sin, attn, saved, attn_saved=task.level == ATTENTION
             )
         dkv = BufferKey("dkv", -1, group)
-        self.layer.backward(
+        self._layer(task.layer).backward(
             weights, self._layer_weights(operation, "grad"),
             self._accumulates(operation, range(task.layer, task.layer + 1)), input_NC, kv, attn, saved,
             self._kv(operation, dkv), dkv not in task.makes, segments, *cos_sin,

@@ -21,6 +21,7 @@ class BlockCost:
     dense_weights: int = 0  # multiplied with every token: as many MACs per token
     routed_weights: int = 0  # of all routed experts
     active_routed_weights: int = 0  # of the experts that one token is routed to: as many MACs per token
+    routed_biases: int = 0  # of all routed experts
     router_weights: int = 0
     vector_weights: int = 0  # inner norms, biases, convolution
     pair_macs: int = 0  # per (query, key) pair
@@ -35,7 +36,8 @@ class BlockCost:
 
     @property
     def parameters(self) -> int:
-        return self.dense_weights + self.routed_weights + self.router_weights + self.vector_weights
+        matrices = self.dense_weights + self.routed_weights + self.router_weights
+        return matrices + self.routed_biases + self.vector_weights
 
     @property
     def token_macs(self) -> int:
@@ -47,11 +49,15 @@ def attention(model: Model) -> BlockCost:
 
     Weights: q and o (hidden x heads * head_dim each), k and v (hidden x kv_heads * head_dim each). A pair costs
     head_dim MACs per head for q x k and as many for p x v. Saved: the residual and its norm, q, k, v, the output.
-    Leaves out softmax and RoPE; sliding windows are not modelled.
+    Leaves out softmax and RoPE. A sliding window limits the pairs, not their cost: see `flops.py`.
     """
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    norms = {None: 0, "head": 2 * model.head_dim, "projection": width + kv_width}[model.qk_norm]
+    biases = (width + 2 * kv_width) * model.qkv_bias + model.hidden * model.o_bias
+    sinks = model.heads * model.attention_sinks
     return BlockCost(
         dense_weights=2 * model.hidden * (width + kv_width),
+        vector_weights=norms + biases + sinks,
         pair_macs=2 * width,
         recomputed_pair_macs=width,
         decode_pair_macs=2 * width,
@@ -99,9 +105,9 @@ def mlp(model: Model) -> BlockCost:
 def moe(model: Model) -> BlockCost:
     """Mixture of gated MLPs: each token is routed to top_k of `count` experts and to all shared ones.
 
-    The router (hidden x count, and a correction bias of `count` with sigmoid scores) counts as parameters but not as
-    model FLOPs: the published formulas leave it out. That is 0.004 % of Grok-1 and 0.3 % of DeepSeek-V3. Also left out:
-    dispatch, combine, load imbalance and dropped tokens. Saved: also each token-expert pair, before and after the
+    The router (hidden x count, and `count` biases if it has any) counts as parameters but not as model FLOPs: the
+    published formulas leave it out. That is 0.004 % of Grok-1 and 0.3 % of DeepSeek-V3. Also left out: dispatch,
+    combine, load imbalance and dropped tokens. Saved: also each token-expert pair, before and after the
     expert. With `latent`, routed experts work at that width, and every token is projected to it and back.
     """
     if model.experts is None:
@@ -110,12 +116,14 @@ def moe(model: Model) -> BlockCost:
     projections = 3 if model.gated else 2
     width = experts.latent or model.hidden
     expert_weights = projections * width * experts.ffn
+    biases = experts.count * ((projections - 1) * experts.ffn + width) if experts.bias else 0
     latent_weights = 2 * model.hidden * experts.latent if experts.latent else 0
     return BlockCost(
         dense_weights=experts.shared * projections * model.hidden * experts.ffn + latent_weights,
         routed_weights=experts.count * expert_weights,
         active_routed_weights=experts.top_k * expert_weights,
-        router_weights=model.hidden * experts.count + (experts.count if experts.score == "sigmoid" else 0),
+        router_weights=(model.hidden + (experts.score == "sigmoid") + experts.bias) * experts.count,
+        routed_biases=biases,
         saved_values=2 * (model.hidden + width * experts.top_k)
         + projections * experts.ffn * (experts.top_k + experts.shared),
     )
@@ -154,6 +162,16 @@ BLOCK_COSTS: dict[str, Callable[[Model], BlockCost]] = {
     "experts": moe,
     "mamba": mamba,
 }
+
+
+def layer_window(model: Model, layer: int) -> int | None:
+    """Return the sliding window of a layer, in tokens; none: its attention is full."""
+    return model.window if model.attention_kind(layer) == "S" else None
+
+
+def attended_tokens(model: Model, context: float) -> float:
+    """Return how many of `context` tokens the last one attends to, on average over layers."""
+    return sum(min(context, layer_window(model, layer) or context) for layer in range(model.layers)) / model.layers
 
 
 def block_stack(model: Model) -> list[tuple[str, int, BlockCost]]:

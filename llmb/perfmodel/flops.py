@@ -4,7 +4,7 @@ Conventions, the same everywhere:
 - one multiply-add (MAC) is 2 FLOPs; backward costs twice the forward, so training is 6 FLOPs per forward MAC;
 - every weight that a token is multiplied with counts, the LM head included; the embedding lookup, norms, softmax, RoPE,
   activation functions, biases, convolutions, routers and the optimizer do not;
-- `full` counts every (query, key) pair of attention, `causal` half of them.
+- `full` counts every (query, key) pair of attention, `causal` half of them; with a sliding window those inside it.
 
     train_flops_per_sequence(model, seqlen=8192, convention="causal")
 """
@@ -21,9 +21,9 @@ Convention = Literal["causal", "full"]
 
 def forward_macs(model: Model, seqlen: int, convention: Convention) -> dict[str, float]:
     """Return the MACs of the forward pass of one sequence, by component."""
-    pairs = attention_pairs(seqlen, convention)
     macs: dict[str, float] = {
-        kind: count * (seqlen * (block.token_macs + block.scan_macs) + pairs * block.pair_macs)
+        kind: count * seqlen * (block.token_macs + block.scan_macs)
+        + _block_pairs(model, kind, count, seqlen, convention) * block.pair_macs
         for kind, count, block in block_stack(model)
     }
     return macs | {"lm_head": seqlen * model.hidden * model.vocab}
@@ -52,19 +52,29 @@ def hardware_flops_per_sequence(model: Model, seqlen: int, convention: Conventio
     """
     if not 0 <= recompute_layers <= model.layers:
         raise ConfigError(f"recompute_layers must be 0 to {model.layers} for {model.name}, got {recompute_layers}")
-    pairs = attention_pairs(seqlen, convention)
     macs = forward_macs(model, seqlen, convention)
     layers = sum(macs.values()) - macs["lm_head"]
-    scores = pairs * sum(count * block.recomputed_pair_macs for _, count, block in block_stack(model))
+    scores = sum(
+        _block_pairs(model, kind, count, seqlen, convention) * block.recomputed_pair_macs
+        for kind, count, block in block_stack(model)
+    )
     return 6.0 * sum(macs.values()) + 2.0 * (layers * recompute_layers / model.layers + scores)
 
 
-def attention_pairs(seqlen: int, convention: Convention) -> float:
+def _block_pairs(model: Model, kind: str, count: int, seqlen: int, convention: Convention) -> float:
+    """Return the (query, key) pairs of all blocks of a kind in one sequence."""
+    windowed = model.window_layers if kind == "attention" else 0
+    pairs = (count - windowed) * attention_pairs(seqlen, convention)
+    return pairs + windowed * attention_pairs(seqlen, convention, model.window)
+
+
+def attention_pairs(seqlen: int, convention: Convention, window: int | None = None) -> float:
     """Return the number of (query, key) pairs counted in one sequence."""
     check_tokens("seqlen", seqlen)
     if convention not in ("causal", "full"):
         raise UnknownName("FLOPs convention", convention, ("causal", "full"))
-    return seqlen * seqlen if convention == "full" else seqlen * seqlen / 2
+    keys = seqlen if window is None else min(window, seqlen)
+    return seqlen * keys if convention == "full" else seqlen * keys - keys * keys / 2
 
 
 def prefill_flops(model: Model, isl: int, convention: Convention) -> float:
@@ -77,6 +87,8 @@ def decode_flops(model: Model, context: int) -> float:
     """Return the FLOPs of one generated token that attends to `context` tokens, itself included."""
     check_tokens("context", context)
     macs = model.hidden * model.vocab
-    for _, count, block in block_stack(model):
-        macs += count * (block.token_macs + block.step_macs + context * block.decode_pair_macs)
+    for kind, count, block in block_stack(model):
+        windowed = model.window_layers if kind == "attention" else 0
+        keys = (count - windowed) * context + windowed * min(context, model.window or context)
+        macs += count * (block.token_macs + block.step_macs) + keys * block.decode_pair_macs
     return 2.0 * macs

@@ -36,6 +36,11 @@ class ModelShape:
         return self.mtp_depth * len(self.mtp_blocks) // (1 if self.model.pattern else 2)
 
 
+def run_shape(model: Model) -> ModelShape:
+    """Return the shape of a model that runs here, whose window is a field of its own."""
+    return ModelShape(model=model, window=model.window, window_layers=model.window_layers)
+
+
 def find_model(name: str, size: str = "") -> ModelShape:
     """Return the shape of a model by its name, or by family and size; unknown names list the known ones."""
     names = catalog_names()

@@ -6,20 +6,21 @@ kv_bytes_per_token(model, "fp8")         KV cache of one token over all layers
 
 from llmb.config.spec import Model, Precision
 from llmb.errors import ConfigError, UnknownName
-from llmb.perfmodel.block_costs import block_stack
+from llmb.perfmodel.block_costs import attended_tokens, block_stack
 
-# Bytes per value. nvfp4: 4 bits and one 8-bit scale for every 16 values.
-BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+# Bytes per value. nvfp4: 4 bits and one 8-bit scale for every 16 values; mxfp4: for every 32.
+BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125}
 FP8_ALIGNMENT = 16  # fp8 GEMMs need a K dimension that is a multiple of this
 
 
 def parameter_breakdown(model: Model) -> dict[str, int]:
     """Return parameters by component.
 
-    There is a norm before every block, with `post_norms` also one after it, and one before the LM head.
+    There is a norm before every block, unless without `pre_norms`, with `post_norms` one after it, and one before the
+    LM head.
     """
     components = {"embedding": model.vocab * model.hidden}
-    norms, router, norms_per_block = 1, 0, 2 if model.post_norms else 1
+    norms, router, norms_per_block = 1, 0, model.pre_norms + model.post_norms
     for kind, count, block in block_stack(model):
         components[kind] = count * (block.parameters - block.router_weights)
         norms, router = norms + count * norms_per_block, router + count * block.router_weights
@@ -38,9 +39,11 @@ def parameters(model: Model) -> int:
 
 def active_parameters(model: Model) -> int:
     """Return the parameters that one token uses: all but the routed experts that it is not routed to."""
-    inactive = sum(
-        count * (block.routed_weights - block.active_routed_weights) for _, count, block in block_stack(model)
-    )
+    inactive = 0
+    for _, count, block in block_stack(model):
+        if block.routed_weights:
+            unused = block.routed_weights - block.active_routed_weights
+            inactive += count * (unused + block.routed_biases * unused // block.routed_weights)
     return parameters(model) - inactive
 
 
@@ -60,9 +63,10 @@ def state_bytes_per_sequence(model: Model) -> float:
 def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -> float:
     """Return the bytes that one decode step of `batch` requests must move, for MBU.
 
-    Block weights once in the run's dtype, the LM head once in bf16 or wider, `context` cached tokens per request,
-    recurrent states read and written. Of the routed experts those that some token is routed to, on average with uniform
-    routing: count * (1 - (1 - top_k / count) ** batch). Leaves out activations, norms and the embedding's rows.
+    Block weights once in the run's dtype (mxfp4: experts only), the LM head once in bf16 or wider, `context` cached
+    tokens per request (those inside of a sliding window), recurrent states read and written. Of the routed experts
+    those that some token is routed to, on average with uniform routing: count * (1 - (1 - top_k / count) ** batch).
+    Leaves out activations, norms and the embedding's rows.
     """
     check_tokens("batch", batch)
     check_tokens("context", context)
@@ -71,8 +75,10 @@ def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -
     for _, count, block in block_stack(model):
         routed = block.routed_weights
         read = routed * (1 - (1 - block.active_routed_weights / routed) ** batch) if routed else 0.0
-        total += count * (block.dense_weights + read) * weight_bytes
-    per_request = context * kv_bytes_per_token(model, precision.kv_dtype) + 2 * state_bytes_per_sequence(model)
+        total += count * (block.dense_weights * dense_bytes_per_value(precision.dtype) + read * weight_bytes)
+    per_request = attended_tokens(model, context) * kv_bytes_per_token(
+        model, precision.kv_dtype
+    ) + 2 * state_bytes_per_sequence(model)
     return total + batch * per_request
 
 
@@ -87,6 +93,11 @@ def bytes_per_value(dtype: str) -> float:
     if dtype not in BYTES:
         raise UnknownName("dtype", dtype, BYTES)
     return BYTES[dtype]
+
+
+def dense_bytes_per_value(dtype: str) -> float:
+    """Return the bytes of one weight of a matrix outside of experts: mxfp4 models quantize no others."""
+    return bytes_per_value("bf16" if dtype == "mxfp4" else dtype)
 
 
 def unaligned_fp8_widths(model: Model) -> dict[str, int]:

@@ -15,7 +15,13 @@ from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Inference, RunConfig
 from llmb.perfmodel.block_costs import BLOCK_COSTS, block_stack
 from llmb.perfmodel.hardware import GIB, memory_bytes, with_article
-from llmb.perfmodel.params import BYTES, bytes_per_value, kv_bytes_per_token, state_bytes_per_sequence
+from llmb.perfmodel.params import (
+    BYTES,
+    bytes_per_value,
+    dense_bytes_per_value,
+    kv_bytes_per_token,
+    state_bytes_per_sequence,
+)
 from llmb.perfmodel.shards import StageShape, Weight, end_weights, layer_blocks, layer_weights
 
 FRACTION_STEP = 0.01  # granularity of a suggested KV fraction
@@ -53,7 +59,7 @@ def weight_bytes(config: RunConfig) -> float:
 def _stage_bytes(config: RunConfig, layers: range, first: bool, last: bool) -> float:
     """Return the weights of one pipeline stage on one rank."""
     model = config.model
-    gemm_bytes = bytes_per_value(config.precision.dtype)
+    gemm_bytes, dense_bytes = (size(config.precision.dtype) for size in (bytes_per_value, dense_bytes_per_value))
     other_bytes = max(gemm_bytes, BYTES["bf16"])
     stage = StageShape(layers=layers, first=first, last=last, recomputed=0, offloaded=0)
     # The embedding is replicated, as each rank looks up its own tokens; the head is split like a dense layer.
@@ -62,7 +68,9 @@ def _stage_bytes(config: RunConfig, layers: range, first: bool, last: bool) -> f
     total = other_bytes * (matrices + sum(w.size for w in end_weights(model, stage) if len(w.shape) == 1))
     for layer in layers:
         for weight in layer_weights(model, layer):
-            total += _on_rank(config, weight) * (gemm_bytes if weight.is_matrix else other_bytes)
+            matrix_bytes = gemm_bytes if weight.routed else dense_bytes
+            is_quantized = weight.is_matrix and (len(weight.shape) > 2 or not weight.routed)  # biases are not
+            total += _on_rank(config, weight) * (matrix_bytes if is_quantized else other_bytes)
     return total
 
 

@@ -13,10 +13,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import zip_longest
 
+from llmb.config.llama_layer_shapes import has_plain_layers
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.flops import attention_pairs
 
 BUCKET_ALIGNMENT = 8  # elements, of matrices and shards: GEMMs take operands aligned to 16 bytes
 
@@ -158,7 +161,7 @@ def layer_blocks(model: Model, layer: int) -> tuple[str, ...]:
 def layer_weights(model: Model, layer: int) -> list[Weight]:
     """Return all parameters of a layer, including the norms before (and after) its blocks."""
     blocks = layer_blocks(model, layer)
-    norms = len(blocks) * (2 if model.post_norms else 1)
+    norms = len(blocks) * (model.pre_norms + model.post_norms)
     return [Weight((model.hidden,))] * norms + [weight for block in blocks for weight in block_weights(model, block)]
 
 
@@ -166,7 +169,12 @@ def block_weights(model: Model, block: str) -> list[Weight]:
     """Return the parameters of one kind of block."""
     hidden, width, kv_width = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     if block == "attention":
-        return [*(Weight((n, hidden), 0) for n in (width, kv_width, kv_width)), Weight((hidden, width), 1)]
+        matrices = [*(Weight((n, hidden), 0) for n in (width, kv_width, kv_width)), Weight((hidden, width), 1)]
+        biases = [Weight((n,), 0) for n in (width, kv_width, kv_width)] * model.qkv_bias
+        norm_widths = {None: (), "head": (model.head_dim, model.head_dim), "projection": (width, kv_width)}
+        norms = [Weight((n,)) for n in norm_widths[model.qk_norm]]
+        sinks = [Weight((model.heads,), 0)] * model.attention_sinks
+        return [*matrices, *biases, *norms, *[Weight((hidden,))] * model.o_bias, *sinks]
     if block == "mlp":
         return _mlp(hidden, model.ffn, 3 if model.gated else 2)
     if block == "experts":
@@ -174,8 +182,10 @@ def block_weights(model: Model, block: str) -> list[Weight]:
         e = model.experts
         expert = _mlp(hidden, e.ffn, 3)
         routed = [Weight((e.count, *matrix.shape), 1 + (matrix.shard_dim or 0), routed=True) for matrix in expert]
+        biases = [Weight((e.count, matrix.shape[0]), 0, routed=True) for matrix in expert] if e.bias else []
         shared = _mlp(hidden, e.shared * e.ffn, 3) if e.shared else []
-        return [Weight((e.count, hidden), replicated=True), *routed, *shared]
+        router = [Weight((e.count, hidden), replicated=True)] + [Weight((e.count,))] * e.bias
+        return [*router, *(weight for pair in zip_longest(routed, biases) for weight in pair if weight), *shared]
     if block == "mamba":
         assert model.mamba is not None
         m = model.mamba
@@ -189,8 +199,8 @@ def block_weights(model: Model, block: str) -> list[Weight]:
     down = [Weight((ranks.q_rank, hidden)), Weight((ranks.kv_rank + ranks.rope_dim, hidden))]
     up = [Weight((model.heads * key, ranks.q_rank), 0)]
     up += [Weight((model.heads * (ranks.nope_dim + ranks.value_dim), ranks.kv_rank), 0)]
-    norms = [Weight((ranks.q_rank,)), Weight((ranks.kv_rank,))]
-    return [*down, *norms, *up, Weight((hidden, model.heads * ranks.value_dim), 1)]
+    latent_norms = [Weight((ranks.q_rank,)), Weight((ranks.kv_rank,))]
+    return [*down, *latent_norms, *up, Weight((hidden, model.heads * ranks.value_dim), 1)]
 
 
 def _mlp(hidden: int, ffn: int, matrices: int) -> list[Weight]:
@@ -212,7 +222,7 @@ def stage_units(model: Model, stage: StageShape) -> list[list[Weight]]:
 def has_explicit_layers(config: RunConfig) -> bool:
     """Return whether the native engine trains the layer with explicit backward (`models/llama_layer`)."""
     native = config.engine == "native" and isinstance(config.workload, Training)
-    return native and config.model.architecture == "llama" and config.model.activation == "silu"
+    return native and has_plain_layers(config.model)
 
 
 def gradient_bytes(config: RunConfig) -> int:
@@ -242,10 +252,11 @@ def rank_flops(config: RunConfig, rank: int = 0) -> float:
     """
     work, model, parallel = config.workload, config.model, config.parallel
     assert isinstance(work, Training)
-    pairs = work.seqlen * work.seqlen / (1 if config.flops_convention == "full" else 2)
     flops = 0.0
     for stage in rank_stages(config, rank):
         for index, layer in enumerate(stage.layers):
+            window = model.window if model.attention_kind(layer) == "S" else None
+            pairs = attention_pairs(work.seqlen, config.flops_convention, window)
             macs = sum(_macs(model, block, work.seqlen, pairs) for block in layer_blocks(model, layer))
             recomputed = work.seqlen * recomputed_macs_per_token(model) if has_explicit_layers(config) else macs
             flops += 6 * macs + (2 * recomputed if index < stage.recomputed else 0)

@@ -119,6 +119,7 @@ def serving_dtypes(config: RunConfig) -> ServingDtypes:
     formats: dict[str, Format] = {
         "fp8": FP8_FORMATS[precision.fp8_recipe or published_fp8_recipe(config.model)],
         "nvfp4": "nvfp4",
+        "mxfp4": "mxfp4",
     }
     kv_dtype = torch.float8_e4m3fn if precision.kv_dtype == "fp8" else dtype
     return ServingDtypes(dtype, formats.get(precision.dtype, "plain"), kv_dtype)

@@ -94,3 +94,5 @@ class StepInputs(AttentionMetadata):
     slots_P: Tensor  # int64: row of each sequence in the per-sequence state
     cos_ND: Tensor | None = None  # fp32, of the rotary embedding; None: the model has none
     sin_ND: Tensor | None = None
+    local_cos_ND: Tensor | None = None  # of layers with a sliding window, if their rotary embedding is another
+    local_sin_ND: Tensor | None = None

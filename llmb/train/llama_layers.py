@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from llmb.config.spec import Training
 from llmb.models.architectures import Network
+from llmb.models.blocks import RMSNorm
 from llmb.models.llama import LlamaDecoderLayer
 from llmb.models.llama_layer.fp8_layer_weights import Fp8Buffers, Fp8LayerWeights, scale_dtypes
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
@@ -43,6 +44,8 @@ class ExplicitLayer(LlamaDecoderLayer):
     Weights are read in each pass, so their memory may change in between.
     """
 
+    attention_norm: RMSNorm
+    mlp_norm: RMSNorm
     index: int  # in the whole model
     block: LlamaLayer[Any]
     fp8: bool
@@ -63,7 +66,10 @@ class ExplicitLayer(LlamaDecoderLayer):
     def norms(self) -> tuple[nn.Parameter, nn.Parameter]:
         return self.attention_norm.weight, self.mlp_norm.weight
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
+        if cos_TD is None:  # a layer without RoPE
+            tokens = x_BTC.shape[1] * (1 if self.block.tp is None else self.block.tp.ranks)
+            cos_TD = sin_TD = x_BTC.new_empty(tokens, 0)
         return _ExplicitLayerFunction.apply(x_BTC, cos_TD, sin_TD, self)
 
     def weights(self) -> LayerWeights:
@@ -185,12 +191,15 @@ def use_explicit_layers(
     model, ranks = model_part.model, 1 if tp is None else tp.ranks
     shard = replace(
         model, heads=model.heads // ranks, kv_heads=model.kv_heads // ranks, ffn=model.ffn // ranks,
-        embedding_scale=1.0, logit_scale=1.0,  # which are outside of layers
+        embedding_scale=1.0, logit_scale=1.0, logit_softcap=None,  # which are outside of layers
     )  # fmt: skip
     fp8 = dtype == "fp8" and not unaligned_fp8_widths(shard)
     linears = partial(Fp8Linears, fp8_fast_accum=workload.fp8_fast_accum) if fp8 else PlainLinears
-    block: LlamaLayer[Any] = LlamaLayer(shard, linears, tp=tp, cp=cp)
+    blocks: dict[str, LlamaLayer[Any]] = {
+        kind: LlamaLayer(shard, linears, tp=tp, cp=cp, kind=kind) for kind in set(model.attention_pattern)
+    }
     for name, module in model_part.layers.named_children():
+        block = blocks[model.attention_kind(int(name))]
         settings = {"index": int(name), "block": block, "fp8": fp8, "saves_norm_outputs": workload.save_norm_outputs}
         use_class(module, ExplicitLayer, **settings)
 

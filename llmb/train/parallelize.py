@@ -129,7 +129,7 @@ def apply_passes(model_part: Network, config: RunConfig, workload: Training, mes
     apply_recompute(model_part, workload.recompute_layers)
     offload_activations(model_part, first=workload.recompute_layers, layers=workload.offload_layers)
     if workload.gradients == "bf16":
-        model_part.cross_entropy = partial(model_part.cross_entropy, accum_dtype=torch.bfloat16)  # type: ignore[call-arg]
+        model_part.cross_entropy = partial(model_part.cross_entropy, accum_dtype=torch.bfloat16)
 
 
 def apply_precision(model_part: Network, config: RunConfig, workload: Training, mesh: Mesh) -> None:

@@ -32,7 +32,6 @@ from llmb.ops.embedding.embedding_autograd import fused_embedding
 from llmb.ops.gemm.fp8_linear import OperandNames, fits_fp8, fp8_linear
 from llmb.ops.gemm.linear_autograd import linear, linears
 from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm
-from llmb.ops.moe.grouped_gemm import grouped_gemm
 from llmb.ops.quant.delayed_scaling import ReduceMax, Scaling
 from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
 from llmb.ops.quant.group_quant import Fp8WeightCache
@@ -93,10 +92,10 @@ class Fp8GroupedLinear(GroupedLinear):
     fp8_fast_accum = False
     fp8_cache: Fp8WeightCache | None = None  # of a weight that stays
 
-    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+    def matmul(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
         if len(x_MI) and self._fits():
             return fp8_grouped_gemm(x_MI, self.weight, ends_E, self.fp8_cache, self.fp8_fast_accum)
-        return grouped_gemm(x_MI, self.weight, ends_E)
+        return super().matmul(x_MI, ends_E)
 
     def cache_weight(self) -> None:
         """Quantize the cached weight before it is needed."""

@@ -1,5 +1,6 @@
 """Arithmetic of bench/infer_gpu.py: ceilings by hand, against `llmb.perfmodel.flops`, and against the engine."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import deepseek_model, llama_model
+from small_models import deepseek_model, gpt_oss_model, llama_model
 
 import llmb.ops
 from llmb.config.spec import MlaConfig, MoEConfig, Precision
@@ -56,6 +57,30 @@ def test_each_term_is_bytes_and_flops_by_hand():
         "mlp weights": (768, 2 * 14 * 768),
         "head": (160, 2 * 8 * 80),
     }
+
+
+def test_windows_and_mxfp4_experts_by_hand():
+    """Two layers, one with a window of 3 tokens; experts in 4.25 bits, everything else in bf16."""
+    model = gpt_oss_model(name="oss", hidden=32, heads=2, kv_heads=1, head_dim=16, vocab=10, window=3)
+    step = ceilings.steady_step(isl=4, osl=4, batch=8)
+    actual = by_name(model, Precision(dtype="mxfp4", kv_dtype="fp8"), step)
+    expert = 3 * 32 * 32
+    read = 2 * ceilings.distinct_experts(4, 2, 14) * expert
+    assert actual["experts"].bytes == pytest.approx(read * 4.25 / 8)
+    assert actual["experts"].flops == 2 * 14 * 2 * 2 * expert
+    assert actual["attention weights"].bytes == 2 * 2 * 2 * 32 * (32 + 16)
+    assert actual["cache"].bytes == 6 * (6 + 3) * 2 * 16  # of 6 cached tokens on average, 6 and 3 are read
+    # Pairs of a prompt as counted elsewhere, half of 4 x 4; with the window 4 x 3 - 3 x 3 / 2.
+    assert actual["prompts"].flops == 2 * 2 * (8 + 7.5) * 2 * 32
+
+
+@pytest.mark.nightly
+def test_models_bench_runs_without_a_gpu(tmp_path):
+    command = [sys.executable, "models_gpu.py", "--tiny", "--row", "gpt-oss-20b mxfp4 1000,Qwen3-30B", "--json"]
+    subprocess.run([*command, str(tmp_path / "models.json")], cwd=BENCH, check=True)
+    results = json.loads((tmp_path / "models.json").read_text())["models"]
+    assert [result["model"] for result in results] == ["gpt-oss-20b", "Qwen3-30B-A3B"]
+    assert all(result["whole"] > 0 and result["ceiling"] > 0 for result in results)
 
 
 def test_ceiling_adds_the_longer_of_bytes_and_flops():
@@ -158,7 +183,7 @@ def test_every_serving_kernel_has_a_class():
     served = (
         "activation/activation", "attention/decode_attention", "attention/kv_cache_write", "attention/mla_attention",
         "attention/paged_attention", "gemm/block_scaled_gemm", "gemm/skinny_gemm", "moe/align", "moe/fused_moe",
-        "moe/fused_moe_fp8", "moe/fused_moe_nvfp4",
+        "moe/fused_moe_fp8", "moe/fused_moe_fp4",
         "moe/router", "norm/add_rms_norm", "quant/activation_quant", "sampling/argmax",
     )  # fmt: skip
     for module in served:

@@ -19,7 +19,7 @@ from llmb.serve.weights.weight_source import WeightShard
 pytestmark = NEEDS_GPU
 
 BF16 = torch.bfloat16
-EXPERT_FORMATS: tuple[ExpertFormat, ...] = ("plain", "per_token", "1x128", "nvfp4")
+EXPERT_FORMATS: tuple[ExpertFormat, ...] = ("plain", "per_token", "1x128", "nvfp4", "mxfp4")
 
 
 class Sizes(NamedTuple):
@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
 
 
 DEEPSEEK = Sizes(32, 7168, 2048, 8, "silu")
+GPT_OSS = Sizes(32, 2880, 2880, 4, "swigluoai")
 GROK = Sizes(2, 6144, 16384, 2, "gelu")  # a quarter of the experts, half their width
 
 
@@ -45,6 +46,10 @@ def random_expert_weights(shape: tuple[int, int, int], expert_format: ExpertForm
 def gate_up_and_down(sizes: Sizes, expert_format: ExpertFormat) -> tuple[ExpertWeights, ExpertWeights]:
     gate_up = random_expert_weights((sizes.experts, 2 * sizes.width, sizes.hidden), expert_format, 1)
     return gate_up, random_expert_weights((sizes.experts, sizes.hidden, sizes.width), expert_format, 2)
+
+
+def with_bias(weights: ExpertWeights, seed: int) -> ExpertWeights:
+    return weights._replace(bias=randn(*weights.values.shape[:2], seed=seed))
 
 
 def routing_of(tokens: int, sizes: Sizes) -> Routing:
@@ -72,6 +77,16 @@ def test_fused_moe_matches_the_reference_at_full_width(sizes: Sizes, expert_form
         bound = 0.01 if gate_up.quant_format == "plain" else 0.02
         assert relative_error(actual, expected) < bound, (tokens, relative_error(actual, expected))
         assert relative_error(actual[-1], expected[-1]) < bound, tokens
+
+
+@pytest.mark.parametrize("expert_format", ["plain", "mxfp4"])
+def test_experts_of_gpt_oss_match_the_reference(expert_format: ExpertFormat) -> None:
+    gate_up, down = (with_bias(weights, 5) for weights in gate_up_and_down(GPT_OSS, expert_format))
+    for tokens in (1, 64, 300, 1500):
+        x_NC, routing = random_tokens(tokens, GPT_OSS), routing_of(tokens, GPT_OSS)
+        actual = fused_moe(x_NC, routing, gate_up, down, GPT_OSS.activation, BF16)
+        expected = fused_moe.reference(x_NC, routing, gate_up, down, GPT_OSS.activation, BF16)
+        assert relative_error(actual, expected) < 0.01, tokens
 
 
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_rope_utils
 from transformers.utils import logging
 
+from llmb.config.huggingface.hf_config import ALIASES, from_hf_config, to_hf_config
 from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.hf_config import ALIASES, from_hf_config, to_hf_config
 from llmb.models.hf_weights import load_weights
 
 TOLERANCE = 1e-4  # relative to the largest logit, fp32

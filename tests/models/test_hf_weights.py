@@ -1,6 +1,7 @@
 """Weight files and `transformers`: either side reads what the other wrote and computes the same logits."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,12 +16,23 @@ import torch
 from hf_parity import hf_network
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import GROUPED_MOE, MLA, deepseek_model, grok1_model, llama_model, nemotron_h_model
+from small_models import (
+    GROUPED_MOE,
+    MLA,
+    deepseek_model,
+    gpt_oss_model,
+    grok1_model,
+    llama_model,
+    mixtral_model,
+    nemotron_h_model,
+    qwen3_moe_model,
+)
 
+from llmb.config.huggingface.dense_models import DENSE_MODELS
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, load_hf_config
 from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, build_model
-from llmb.models.hf_config import HF_ARCHITECTURES, load_hf_config
 from llmb.models.hf_weights import hf_tensors, load_weights, plan_shards, save_weights
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,6 +55,9 @@ MODELS = [
         **SIZES,
     ),
     nemotron_h_model(name="nemotron_h", head_dim=16, **SIZES),
+    mixtral_model(name="mixtral", **(SIZES | {"ffn": 24})),
+    qwen3_moe_model(name="qwen3_moe", **SIZES),
+    gpt_oss_model(name="gpt_oss", **(SIZES | {"ffn": 32})),
 ]
 GROK = grok1_model(name="grok1", experts=MoEConfig(count=4, top_k=2, ffn=24, renormalise=False), **SIZES)
 
@@ -78,8 +93,9 @@ def assert_same_logits(result: Any, hf_output: Any) -> None:
 
 
 def test_every_architecture_is_tested() -> None:
-    assert {model.architecture for model in MODELS} == set(HF_ARCHITECTURES)
-    assert {model.architecture for model in [*MODELS, GROK]} == set(ARCHITECTURES)
+    others = set(DENSE_MODELS) - {"llama"}  # tests/serve/test_dense_models.py
+    assert {model.architecture for model in MODELS} == set(HF_ARCHITECTURES) - others
+    assert {model.architecture for model in [*MODELS, GROK]} == set(ARCHITECTURES) - others
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
@@ -126,7 +142,7 @@ def test_weights_are_cast_and_buffers_are_not(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in hf_tensors(network).items():
         is_buffer = name.endswith("e_score_correction_bias")
-        assert torch.equal(stored[name], tensor if is_buffer else tensor.bfloat16()), name
+        assert torch.equal(stored[name], tensor.value(torch.float32 if is_buffer else torch.bfloat16)), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -149,7 +165,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
             weight_map |= dict.fromkeys(shard.keys(), file.name)
         assert file.stat().st_size < 20_000 + 2_000  # its header
     assert weight_map == index["weight_map"]
-    bytes_of = (t.numel() * 4 for t in hf_tensors(network_of(LLAMA)).values())
+    bytes_of = (math.prod(t.shape) * 4 for t in hf_tensors(network_of(LLAMA)).values())
     assert index["metadata"]["total_size"] == sum(bytes_of)
 
 

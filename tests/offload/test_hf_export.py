@@ -13,10 +13,10 @@ from safetensors import safe_open
 from small_models import llama_model
 from torch import Tensor
 
+from llmb.config.huggingface.hf_config import load_hf_config
 from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
-from llmb.models.hf_config import load_hf_config
 from llmb.models.hf_weights import load_weights
 from llmb.offload.bucket_params import param_slices
 from llmb.offload.buffer_views import bucket_tensors

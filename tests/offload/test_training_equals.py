@@ -84,6 +84,12 @@ def test_tied_embeddings(update_at: str) -> None:
     assert_equal_training(TIED, plan, None, ShuffledStreams(5))
 
 
+@pytest.mark.parametrize("plan", ["levels mixed over layers and chunks", "chunks with a short last one", "input kept"])
+def test_sliding_windows_and_layers_without_rope(plan: str) -> None:
+    model = replace(UNTIED, name="windows", attention_pattern="SFN", window=3, attention_scale=0.5)
+    assert_equal_training(model, PLANS[plan], None, ShuffledStreams(5))
+
+
 @pytest.mark.parametrize("clip", [0.5, 100.0])
 def test_gradients_are_clipped_to_a_norm(clip: float) -> None:
     assert_equal_training(UNTIED, replace(LEAST, update_at="forward", gbs=3), clip, ShuffledStreams(7))

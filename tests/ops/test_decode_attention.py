@@ -31,7 +31,7 @@ def test_padding_neither_reads_nor_writes(device: torch.device) -> None:
 
 
 def test_fp8_cache_quantizes_older_tokens_only(device: torch.device) -> None:
-    (qkv, *table, _, slots, metadata, scale, _), _ = decode(Generator(), device, ((39, 1), (0, 1)), False, None)
+    (qkv, *table, _, slots, metadata, scale, _, _), _ = decode(Generator(), device, ((39, 1), (0, 1)), False, None)
     contents = [x.to(E4M3) for x in tensors_of(kv_cache(Generator(), device, 48))]
     reference_cache, cache = (KvCache(*(x.clone() for x in contents), 0.5, 0.25) for _ in range(2))
     exact = KvCache(contents[0].float() * 0.5, contents[1].float() * 0.25)

@@ -5,6 +5,7 @@ import torch
 
 from llmb.ops.moe.expert_weights import ExpertFormat, dequantize_expert, empty_expert_weights, fill_expert_rows
 from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from llmb.ops.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -48,6 +49,15 @@ def test_nvfp4_matrices_have_separate_scales() -> None:
     assert torch.equal(
         dequantize_expert(weights, 2), torch.cat([dequantize_nvfp4(quantize_nvfp4(matrix)) for matrix in (gate, up)])
     )
+
+
+def test_mxfp4_matrices_are_packed_side_by_side() -> None:
+    gate, up = (size * torch.randn(24, 64, generator=torch.Generator().manual_seed(2)) for size in (1.0, 30.0))
+    weights = empty_expert_weights((3, 48, 64), "mxfp4", FP32, CPU)
+    fill_expert_rows(weights, 2, 0, gate)
+    fill_expert_rows(weights, 2, 24, up)
+    assert (weights.inputs, weights.quant_format) == (64, "plain")
+    assert torch.equal(dequantize_expert(weights, 2), dequantize_mxfp4(quantize_mxfp4(torch.cat((gate, up)))))
 
 
 def test_unquantized_weights_are_exact() -> None:

@@ -20,7 +20,7 @@ from llmb.ops.moe.fused_moe_triton import fused_moe_triton, moe_gated_act, moe_g
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 QUANT_FORMATS: tuple[QuantFormat, ...] = ("plain", "per_token", "1x128")
-EXPERT_FORMATS: tuple[ExpertFormat, ...] = (*QUANT_FORMATS, "nvfp4")
+EXPERT_FORMATS: tuple[ExpertFormat, ...] = (*QUANT_FORMATS, "nvfp4", "mxfp4")
 
 
 def random_weights(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmb.ops.quant.nvfp4 import MAGNITUDES, Nvfp4, dequantize_nvfp4, quantize_nvfp4
+from llmb.ops.quant.e2m1 import MAGNITUDES
+from llmb.ops.quant.nvfp4 import Nvfp4, dequantize_nvfp4, quantize_nvfp4
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 6).map(lambda groups: 16 * groups))
 

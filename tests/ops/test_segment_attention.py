@@ -26,22 +26,27 @@ SEGMENTS = {
 }
 
 
-def attention_mask(segments: list[Segment], context: int) -> Tensor:
+def attention_mask(segments: list[Segment], context: int, window: int | None = None) -> Tensor:
     """Return which keys of the context, then of the chunk, each row sees."""
     mask = torch.zeros(segments[-1].end, context + segments[-1].end, dtype=torch.bool)
     for segment in segments:
         mask[segment.start : segment.end, segment.context_start : segment.causal_start] = True
         for row in range(segment.start, segment.end):
             mask[row, context + segment.start : context + row + 1] = True
+            if window is not None:
+                oldest = row - segment.start - window + 1  # after the segment's first row, in its own positions
+                mask[row, context + segment.start : context + segment.start + max(0, oldest)] = False
+                mask[row, : max(0, segment.causal_start + oldest)] = False
+                mask[row, : segment.context_start] = False
     return mask
 
 
-def by_autograd(q, k, v, context_k, context_v, segments, dout):
+def by_autograd(q, k, v, context_k, context_v, segments, dout, window=None):
     leaves = [x.clone().requires_grad_() for x in (q, k, v, context_k, context_v)]
     q, k, v = leaves[0], torch.cat((leaves[3], leaves[1])), torch.cat((leaves[4], leaves[2]))
     repeated_k, repeated_v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,khd->hnk", q, repeated_k) * SCALE
-    scores = scores.masked_fill(~attention_mask(segments, len(context_k)), -torch.inf)
+    scores = scores.masked_fill(~attention_mask(segments, len(context_k), window), -torch.inf)
     out = torch.einsum("hnk,khd->nhd", scores.softmax(-1), repeated_v)
     return (out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, leaves, dout))
 
@@ -58,6 +63,18 @@ def inputs(segments: list[Segment], dtype: torch.dtype = torch.float32) -> tuple
 
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "context dk", "context dv")
+
+
+@pytest.mark.parametrize("window", [1, 4, 8])
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_a_sliding_window_equals_its_masked_softmax(segments, window):
+    *qkv, dout = inputs(segments)
+    out, lse = segment_attention_forward(*qkv, segments, SCALE, window=window)
+    dq, grads = torch.empty_like(qkv[0]), [torch.full_like(x, torch.nan) for x in qkv[1:]]
+    segment_attention_backward(dout, *qkv, out, lse, segments, dq, *grads, False, SCALE, window=window)
+    expected = by_autograd(*qkv, segments, dout, window)
+    for name, x, exact in zip(NAMES, (out, lse, dq, *grads), expected, strict=True):
+        torch.testing.assert_close(x, exact, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("key_block", [2, 100])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_models import ALL, DEEPSEEK, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
+from published_models import ALL, DEEPSEEK, GPT_OSS_20B, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
 from llmb.config.spec import MambaConfig, Model
 from llmb.errors import ConfigError, UnknownName
@@ -182,3 +182,15 @@ def test_mla_cache_is_compressed_but_its_decode_costs_more() -> None:
     assert longer == 2 * 61 * 128 * (512 + 64 + 512)
     assert params.kv_bytes_per_token(DEEPSEEK, "bf16") == 61 * (512 + 64) * 2
     assert params.kv_bytes_per_token(DEEPSEEK, "fp8") == 61 * (512 + 2 * 64)  # the rotated key stays in bf16
+
+
+def test_sliding_windows_limit_the_pairs() -> None:
+    full, windowed = (flops.attention_pairs(4096, "causal", window) for window in (None, 128))
+    assert full == flops.attention_pairs(4096, "causal", 4096) == 4096**2 / 2
+    assert windowed == 4096 * 128 - 128**2 / 2  # but for half a token of each query: 1 + 2 + ... + 128 + 128 + ...
+    assert flops.attention_pairs(4096, "full", 128) == 4096 * 128
+    attention = flops.forward_macs(GPT_OSS_20B, 4096, "causal")["attention"]
+    weights = 2 * 2880 * (64 + 8) * 64
+    assert attention == 24 * 4096 * weights + 2 * 64 * 64 * 12 * (full + windowed)
+    decode = [flops.decode_flops(GPT_OSS_20B, context) for context in (128, 1128)]
+    assert decode[1] - decode[0] == 2 * 12 * 1000 * 2 * 64 * 64  # full layers only

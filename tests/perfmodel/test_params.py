@@ -1,7 +1,19 @@
 """Parameter and byte counts against published figures; real models: tests/models/test_architectures.py."""
 
 import pytest
-from published_models import DEEPSEEK, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
+from published_models import (
+    DEEPSEEK,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    GROK,
+    LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_70B,
+    LLAMA_405B,
+    MIXTRAL,
+    NEMOTRON,
+    QWEN3_30B,
+)
 
 from llmb.config.spec import Model, Precision
 from llmb.perfmodel import params
@@ -17,6 +29,10 @@ from llmb.perfmodel import params
         (LLAMA_70B, 70_553_706_496),
         (LLAMA_405B, 405_853_388_800),
         (DEEPSEEK, 671_026_419_200),
+        (MIXTRAL, 46_702_792_704),
+        (QWEN3_30B, 30_532_122_624),
+        (GPT_OSS_20B, 20_914_757_184),
+        (GPT_OSS_120B, 116_829_156_672),
     ],
 )
 def test_published_parameter_counts(model: Model, expected: int) -> None:
@@ -28,6 +44,11 @@ def test_parameter_counts_match_model_names() -> None:
     assert params.parameters(GROK) == pytest.approx(314e9, rel=0.01)
     assert params.active_parameters(DEEPSEEK) == pytest.approx(37e9, rel=0.02)
     assert params.active_parameters(LLAMA_8B) == params.parameters(LLAMA_8B)
+    # As the model card of gpt-oss counts: without the embedding.
+    for model, active in ((GPT_OSS_20B, 3.61e9), (GPT_OSS_120B, 5.13e9)):
+        assert params.active_parameters(model) - model.vocab * model.hidden == pytest.approx(active, rel=2e-3)
+    assert params.active_parameters(MIXTRAL) == pytest.approx(12.9e9, rel=5e-3)
+    assert params.active_parameters(QWEN3_30B) == pytest.approx(3.3e9, rel=0.02)
 
 
 def test_kv_cache_of_plain_and_hybrid_models() -> None:

@@ -16,15 +16,23 @@ from unittest import mock
 import torch
 from hypothesis import event
 from hypothesis import strategies as st
-from small_models import deepseek_model, grok1_model, llama_model, nemotron_h_model
+from small_models import (
+    deepseek_model,
+    gpt_oss_model,
+    grok1_model,
+    llama_model,
+    mixtral_model,
+    nemotron_h_model,
+    qwen3_moe_model,
+)
 from small_serving import CONFIG, changed
 from steps import step_inputs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.config.spec import Inference, MambaConfig, Model, RopeConfig, RunConfig
 from llmb.models.architectures import build_model
-from llmb.models.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.models.hf_weights import load_weights, save_weights
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import AdmissionCheck
@@ -65,6 +73,11 @@ GROK = grok1_model(
     name="grok1", rope=RopeConfig(theta=10_000.0), embedding_scale=2.0, logit_scale=0.5773502691896257, **SIZES
 )
 MODELS = (LLAMA, DEEPSEEK, NEMOTRON, GROK)
+MIXTURES = (
+    mixtral_model(name="mixtral", **(SIZES | {"ffn": 24})),
+    qwen3_moe_model(name="qwen3_moe", **SIZES),
+    gpt_oss_model(name="gpt_oss", **(SIZES | {"hidden": 64, "ffn": 32})),  # widths of whole MXFP4 groups
+)
 
 
 # -- weights

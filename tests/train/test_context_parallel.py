@@ -63,6 +63,11 @@ def test_cp_attention_equals_one_process(
             torch.testing.assert_close(tensor, full[:, :, positions], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{"window": 11}, {"window": 5, "softcap": 2.0}], ids=["window", "softcap"])
+def test_a_sliding_window_over_ranks_equals_one_process(options: dict[str, Any]) -> None:
+    test_cp_attention_equals_one_process(2, 2, (4, 2), (16, 16), options)
+
+
 def test_segments_of_two_sequences() -> None:
     assert cp_segments(rank=1, ranks=4, sequences=2, tokens=16) == (
         Segment(0, 8, 0, 8),

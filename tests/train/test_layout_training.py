@@ -47,7 +47,8 @@ CASES: list[Case] = [
     ("llama", {"cp": 2}),  # GQA
     ("grok1", {"cp": 2}),  # logit softcap, and an auxiliary loss
     ("deepseek", {"cp": 2}),  # MLA
-    *((name, {"pp": 2}) for name in SMALL_MODELS),
+    *((name, {"pp": 2}) for name in ("llama", "grok1", "deepseek", "nemotron_h")),
+    ("gpt_oss", {"tp": 2, "ep": 2}),  # biases of all projections, sinks
     ("grok1", {"pp": 2, "vp": 2}),
     ("five layers", {"pp": 4}),
     ("five layers", {"pp": 2, "vp": 2}),
@@ -55,6 +56,11 @@ CASES: list[Case] = [
     ("deepseek", {"pp": 2, "recompute_layers": 1, "offload_layers": 1}),
 ]
 NIGHTLY: list[Case] = [
+    ("gpt_oss", {"cp": 2}),  # windows and sinks
+    ("gpt_oss", {"dp": 2, "ep": 2, "fsdp": True}),
+    ("gpt_oss", {"pp": 2, "dtype": "bf16"}),
+    ("mixtral", {"dp": 2, "ep": 2}),
+    ("qwen3_moe", {"tp": 2}),
     ("grok1", {"dp": 2}),
     *((name, {"dp": 2, "fsdp": fsdp}) for name in ("deepseek", "nemotron_h") for fsdp in (True, False)),
     *((name, {"dp": 4, "fsdp": fsdp, "mbs": 1}) for name in ("grok1", "nemotron_h") for fsdp in (True, False)),

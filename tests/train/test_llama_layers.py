@@ -62,12 +62,19 @@ def explicit_result(
     return run_layers(part, *inputs("fp32" if is_exact else dtype, sequences), mesh)
 
 
-def plain_result(dtype: str, sequences: int) -> LayersResult:
+def plain_result(dtype: str, sequences: int, model: Model = MODEL) -> LayersResult:
     """Return what plain layers compute by autograd in fp32, from the inputs of a dtype."""
-    network, (x_BTC, dy_BTC) = plain_network(MODEL), inputs(dtype, sequences)
+    network, (x_BTC, dy_BTC) = plain_network(model), inputs(dtype, sequences)
     out_BTC, dx_BTC = forward_backward(network, x_BTC.float(), dy_BTC.float())
     named = network.named_parameters()
     return LayersResult(out_BTC, dx_BTC, [(name, (), p.grad) for name, p in named if p.grad is not None])
+
+
+@pytest.mark.parametrize("saved", SAVED[:2], ids=str)
+def test_sliding_windows_and_layers_without_rope_match_plain_layers(saved: dict[str, object]) -> None:
+    model = replace(MODEL, attention_pattern="SN", window=5, attention_scale=0.2)
+    actual = explicit_result("fp32", 2, model, formats=FP32, **saved)
+    assert worst_error(actual, plain_result("fp32", 2, model)) < BOUNDS["fp32"][0]
 
 
 @pytest.mark.parametrize("settings", SAVED, ids=["saved", "recomputed", "norm outputs saved"])

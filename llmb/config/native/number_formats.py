@@ -22,7 +22,11 @@ FP8_RECIPES: dict[str, tuple[Fp8Recipe, ...]] = {
     "outofcore": ("tensorwise_delayed",),
     "inference": ("tensorwise", "channelwise", "blockwise"),
 }
-BLOCK_SCALED = ("deepseek",)  # architectures published with one fp8 scale per 128 x 128 block of weights
+BLOCK_SCALED = (
+    "deepseek",
+    "qwen3",
+    "qwen3_moe",
+)  # architectures published with one fp8 scale per 128 x 128 block of weights
 
 FORMAT_FIELDS = (
     "dtype", "kv_dtype", "fp8_recipe", "fp8_experts", "fp8_fast_accum", "master_weights", "gradients", "reduce_dtype",

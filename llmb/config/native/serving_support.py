@@ -16,6 +16,8 @@ def supported_serving(config: RunConfig) -> Inference:
         raise ConfigError(f"engine={config.engine}: python -m llmb.serve is the native engine")
     if not isinstance(work, Inference):
         raise ConfigError(f"a workload of kind {work.kind}: python -m llmb.serve runs kind inference")
+    if config.precision.dtype == "mxfp4" and config.model.experts is None:
+        raise ConfigError(f"dtype=mxfp4 quantizes experts, and {config.model.name} has none; choose bf16 or fp8")
     check_fp8_recipe(config.precision.fp8_recipe, work.kind, config.precision.dtype)
     for name in COUNTS:
         if getattr(work, name) < 1:

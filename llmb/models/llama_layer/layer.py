@@ -25,6 +25,7 @@ from torch import Tensor
 
 from llmb.config.llama_layer_shapes import aligned, check_plain_llama
 from llmb.config.spec import Model
+from llmb.models.blocks import attention_window
 from llmb.models.llama_layer.layer_collectives import ContextParallel, TensorParallel
 from llmb.models.llama_layer.layer_tensors import (
     AttentionOutput,
@@ -50,7 +51,8 @@ WORD = torch.int64
 class LlamaLayer(Generic[Weights]):
     """Arithmetic of the layer; weights come with each call, in the format that its linears take.
 
-    A smaller key block takes less memory in the backward pass.
+    A smaller key block takes less memory in the backward pass. `kind` is a letter of the model's attention pattern: a
+    layer without RoPE takes cosine and sine all the same, and leaves them alone.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class LlamaLayer(Generic[Weights]):
         key_block: int = KEY_BLOCK,
         tp: TensorParallel | None = None,
         cp: ContextParallel | None = None,
+        kind: str = "F",
     ):
         check_plain_llama(model)
+        self.window, self.has_rope = attention_window(model, kind), kind != "N"
         self.key_block, self.tp, self.cp = key_block, tp, cp
         self.model, self.linears = model, linears
         self.width, self.kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.scale = model.head_dim**-0.5
+        self.scale = model.softmax_scale
 
     def forward(
         self,
@@ -114,7 +118,8 @@ class LlamaLayer(Generic[Weights]):
         """Fill `saved` again, and `attn` unless it was saved. Keys and values are available."""
         linears = self.linears(self.model, weights, None, self.tp)
         linears.qkv_proj(input_SC, (saved.q_NA,))
-        apply_rope_(self._heads(saved.q_NA), cos_ND, sin_ND)
+        if self.has_rope:
+            apply_rope_(self._heads(saved.q_NA), cos_ND, sin_ND)
         if not attn_saved:
             self._attend(saved.q_NA, kv, segments, attn)
         linears.o_proj(attn.out_NA, input_SC, saved.residual_SC)
@@ -167,7 +172,7 @@ class LlamaLayer(Generic[Weights]):
         rows = chunk_rows(segments)
         k_NW, v_NW = kv.k_TW[rows], kv.v_TW[rows]
         linears.qkv_proj(input_SC, (q_NA, k_NW, v_NW))
-        for x in (q_NA, k_NW):
+        for x in (q_NA, k_NW) if self.has_rope else ():
             apply_rope_(self._heads(x), cos_ND, sin_ND)
 
     def _attend(
@@ -177,11 +182,13 @@ class LlamaLayer(Generic[Weights]):
         q, chunk_kv, context_kv = self._heads(q_NA), *self._chunk_and_context(kv, segments)
         if self.cp is not None:
             assert attn is None, "attention over several ranks is not recomputed"
-            out, lse_HN, *context = self.cp.attention_forward(q, *chunk_kv, len(segments), self.scale, self.key_block)
+            out, lse_HN, *context = self.cp.attention_forward(
+                q, *chunk_kv, len(segments), self.scale, self.key_block, self.window
+            )
             return AttentionOutput(out.flatten(1), lse_HN), KeyValues(*(x.flatten(1) for x in context))
         buffers = None if attn is None else (self._heads(attn.out_NA), attn.lse_HN)
         out, lse_HN = segment_attention_forward(
-            q, *chunk_kv, *context_kv, segments, self.scale, self.key_block, buffers
+            q, *chunk_kv, *context_kv, segments, self.scale, self.key_block, buffers, self.window
         )
         return AttentionOutput(out.flatten(1), lse_HN), kv
 
@@ -206,25 +213,32 @@ class LlamaLayer(Generic[Weights]):
         # No other chunk of this rank sees these keys: nothing to accumulate.
         if self.cp is not None or (not accumulate_dkv and chunk_rows(segments).start == 0):
             rope_dq, rope_dk, new_dv = (
-                causal_backward(dout, q, *chunk_kv, out, attn.lse_HN, segments, self.scale)
+                causal_backward(dout, q, *chunk_kv, out, attn.lse_HN, segments, self.scale, self.window)
                 if self.cp is None
                 else self.cp.attention_backward(
-                    dout, q, k, v, out, attn.lse_HN, len(segments), self.scale, self.key_block
+                    dout, q, k, v, out, attn.lse_HN, len(segments), self.scale, self.key_block, self.window
                 )
             )
-            apply_rope_out(dq, rope_dq, cos_ND, sin_ND, inverse=True)
-            apply_rope_out(chunk_dk, rope_dk, cos_ND, sin_ND, inverse=True)
+            for grad, rope_grad in ((dq, rope_dq), (chunk_dk, rope_dk)):
+                self._rope_backward(grad, rope_grad, cos_ND, sin_ND)
             _copy(chunk_dv, new_dv)
             return
         assert dkv is not None, "a context of several chunks accumulates gradients of keys and values"
         (dk, dv), context_dkv = self._chunk_and_context(dkv, segments)
         segment_attention_backward(
             dout, q, *chunk_kv, *context_kv, out, attn.lse_HN, segments, dq, dk, dv, *context_dkv, accumulate_dkv,
-            self.scale, self.key_block,
+            self.scale, self.key_block, self.window,
         )  # fmt: skip
-        apply_rope_(dq, cos_ND, sin_ND, inverse=True)
-        apply_rope_out(chunk_dk, dk, cos_ND, sin_ND, inverse=True)
+        self._rope_backward(dq, dq, cos_ND, sin_ND)
+        self._rope_backward(chunk_dk, dk, cos_ND, sin_ND)
         chunk_dv.copy_(dv)
+
+    def _rope_backward(self, out_NHD: Tensor, grad_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> None:
+        """Set `out`, which may be `grad`, to the gradient of what RoPE was applied to."""
+        if self.has_rope:
+            apply_rope_out(out_NHD, grad_NHD, cos_ND, sin_ND, inverse=True)
+        elif out_NHD is not grad_NHD:
+            _copy(out_NHD, grad_NHD)
 
     def _chunk_and_context(self, kv: KeyValues, segments: Sequence[Segment]) -> tuple[KeyValues, KeyValues]:
         """View keys and values, or their gradients, of the chunk and of what precedes it as [N, heads, head_dim]."""

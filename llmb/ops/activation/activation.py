@@ -7,6 +7,8 @@
     swiglu_backward(dact_NF, h_N2F)                                     # h is now dgate | dup, dact the activation
     act = gated_activation(gate_up_N2F, "silu", "per_token")            # in serving
 
+`swigluoai` is that of gpt-oss, gated only: gate and up are clamped, and the gate of a sigmoid is multiplied by up + 1.
+
 In training both passes compute in fp32 and round once, and rows may have any stride. The backward of SwiGLU needs no
 memory: gradients overwrite the tensors that they are gradients of, and the activation, unless it was saved, overwrites
 its own gradient: the gradient of the next weight needs it. `activation_autograd.py` has the autograd functions.
@@ -36,13 +38,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(F.gelu, approximate="tanh"),  # as the published Grok-1 computes it
     "squared_relu": squared_relu,
 }
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of swigluoai: factor in the sigmoid, largest gate and magnitude of up
+
+
+def activate(gate: Tensor, activation: str, up: Tensor | None) -> Tensor:
+    """Return activation(gate), times `up` if given, in plain torch; swigluoai has no meaning without `up`."""
+    if activation == "swigluoai":
+        assert up is not None, "swigluoai is a gated activation"
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+    act = ACTIVATIONS[activation](gate)
+    return act if up is None else act * up
 
 
 @op
 def activation_forward(gate: Tensor, activation: str, up: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Return activation(gate), times `up` if given: in the dtype of gate, or written to `out`, which may be gate."""
-    act = ACTIVATIONS[activation](at_least_fp32(gate))
-    act = act if up is None else act * at_least_fp32(up)
+    act = activate(at_least_fp32(gate), activation, None if up is None else at_least_fp32(up))
     return act.to(gate.dtype) if out is None else out.copy_(act)
 
 
@@ -61,19 +73,16 @@ def activation_backward(
     """
     dgate, dup = empty_gradients(gate, up) if out is None else out
     dact32 = at_least_fp32(dact)
-    up32 = torch.ones_like(dact32) if up is None else at_least_fp32(up)
     with torch.enable_grad():
-        leaf = at_least_fp32(gate.detach()).requires_grad_()
-        ungated = ACTIVATIONS[activation](leaf)
+        leaves = [at_least_fp32(x.detach()).requires_grad_() for x in (gate, up) if x is not None]
+        act = activate(leaves[0], activation, None if up is None else leaves[1])
         # Of a sum: torch would import sympy, for half a second, to compare the shape of another output's gradient.
-        (dgate32,) = torch.autograd.grad((ungated * (dact32 * up32)).sum(), leaf)
-    act = ungated.detach()
-    dup32, act = dact32 * act, act * up32
-    dgate.copy_(dgate32)
-    if dup is not None:
-        dup.copy_(dup32)
+        gradients = torch.autograd.grad((act * dact32).sum(), leaves)
+    for buffer, gradient in zip((dgate, dup), gradients, strict=False):
+        assert buffer is not None
+        buffer.copy_(gradient)
     if recompute:
-        dact.copy_(act)
+        dact.copy_(act.detach())
     return dgate, dup
 
 
@@ -98,6 +107,10 @@ def swiglu_backward(dact_NF: Tensor, h_N2F: Tensor, recompute: bool = True) -> N
 
 @op
 def gated_activation(gate_up_N2F: Tensor, activation: str, quant_format: QuantFormat) -> Activation:
-    """Return activation(gate) * up quantized for the next linear layer; "silu" or "gelu", gate first in a row."""
+    """Return activation(gate) * up quantized for the next linear layer; gate comes first in a row."""
     gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-    return quantize_activation.reference(ACTIVATIONS[activation](gate_NF) * up_NF, quant_format)
+    if activation == "swigluoai":  # rounded once, by the kernel too
+        act_NF = activate(gate_NF.float(), activation, up_NF.float()).to(gate_up_N2F.dtype)
+    else:
+        act_NF = activate(gate_NF, activation, up_NF)
+    return quantize_activation.reference(act_NF, quant_format)

@@ -11,18 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.activation.activation import empty_gradients
+from llmb.ops.activation.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, empty_gradients
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
 from llmb.ops.quant.activation_quant import GROUP, Activation, QuantFormat, as_activation, empty_activation
 from llmb.ops.quant.activation_quant_triton import store_activation_row
 from llmb.ops.tensor_layout import as_rows
 
 BLOCK, WARPS = 2048, 4  # 16 elements a thread of each tensor: two loads of 16 bytes in bf16
+ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
 def activation_value(x, ACTIVATION: tl.constexpr):
-    """silu, gelu (tanh approximation) or squared_relu of x."""
+    """silu, gelu (tanh approximation), squared_relu or the gate of swigluoai of x."""
     value, _ = activation_and_grad(x, 1.0, ACTIVATION)
     return value
 
@@ -37,10 +38,25 @@ def activation_and_grad(x, dy, ACTIVATION: tl.constexpr):
         saturated = (sigmoid == 0) | (sigmoid == 1)  # where the cube may be infinite
         bend = sigmoid * (1 - sigmoid) * 1.5957691216057308 * x * (1 + 0.134145 * x * x)
         return x * sigmoid, dy * (sigmoid + tl.where(saturated, 0.0, bend))
+    elif ACTIVATION == "swigluoai":
+        gate = tl.where(x > LIMIT, LIMIT, x)  # NaN stays NaN
+        sigmoid = tl.sigmoid(ALPHA * gate)
+        grad = dy * sigmoid * (1 + ALPHA * gate * (1 - sigmoid))
+        return gate * sigmoid, tl.where(x > LIMIT, 0.0, grad)
     else:
         relu = tl.maximum(x, 0.0)
         relu = tl.where(x == x, relu, x)  # NaN stays NaN
         return relu * relu, dy * (2 * relu)
+
+
+@triton.jit
+def gate_factor(up, ACTIVATION: tl.constexpr):
+    """What the activation is multiplied by: up, clamped and with 1 added in swigluoai."""
+    if ACTIVATION == "swigluoai":
+        clamped = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return clamped + 1
+    else:
+        return up
 
 
 @triton.jit
@@ -68,7 +84,8 @@ def _activation(
     gate = tl.load(gate_ptr + row * gate_stride + f, mask=f < F, other=0.0).to(tl.float32)
     act = activation_value(gate, ACTIVATION)
     if GATED:
-        act *= tl.load(up_ptr + row * up_stride + f, mask=f < F, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_stride + f, mask=f < F, other=0.0).to(tl.float32)
+        act *= gate_factor(up, ACTIVATION)
     tl.store(out_ptr + row * out_stride + f, act.to(out_ptr.dtype.element_ty), mask=f < F)
 
 
@@ -84,9 +101,13 @@ def _activation_backward(
     dact = tl.load(dact_ptr + row * dact_stride + f, mask=f < F, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(up_ptr + row * up_stride + f, mask=f < F, other=0.0).to(tl.float32)
-        act, dgate = activation_and_grad(gate, dact * up, ACTIVATION)
-        tl.store(dup_ptr + row * dup_stride + f, (dact * act).to(dup_ptr.dtype.element_ty), mask=f < F)
-        act *= up
+        factor = gate_factor(up, ACTIVATION)
+        act, dgate = activation_and_grad(gate, dact * factor, ACTIVATION)
+        dup = dact * act
+        if ACTIVATION == "swigluoai":
+            dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, dup)
+        tl.store(dup_ptr + row * dup_stride + f, dup.to(dup_ptr.dtype.element_ty), mask=f < F)
+        act *= factor
     else:
         act, dgate = activation_and_grad(gate, dact, ACTIVATION)
     tl.store(dgate_ptr + row * dgate_stride + f, dgate.to(dgate_ptr.dtype.element_ty), mask=f < F)
@@ -117,7 +138,10 @@ def gated_activation_row(
     dtype = gate.dtype
     gate = gate.to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=mask, other=0.0).to(tl.float32)
-    act = (activation_value(gate, ACTIVATION).to(dtype).to(tl.float32) * up).to(dtype)
+    act = activation_value(gate, ACTIVATION)
+    if ACTIVATION != "swigluoai":  # else it is rounded once
+        act = act.to(dtype).to(tl.float32)
+    act = (act * gate_factor(up, ACTIVATION)).to(dtype)
     store_activation_row(act, row, out_ptr, scales_ptr, F, BLOCK_F, QUANT_FORMAT)
 
 

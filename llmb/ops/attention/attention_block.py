@@ -5,13 +5,14 @@
     dq_NHD, dk_KGD, dv_KGD = kernel.backward(dout_NHD, block, out_NHD, lse_HN)
 
 Causal: rows are packed sequences of `lengths`, queries and keys alike, and each query sees the keys of its sequence up
-to its own position. Not causal: one sequence, whose queries see all keys. In the backward pass `out` and `lse` may be
-those of a softmax over more keys than these: the probabilities are exp(score - lse), and the common term of a row is
-sum(dout * out), so each block of keys gets its exact gradient.
+to its own position; a single sequence may have more keys than queries, which are then the last. With a sliding window a
+query sees at most the last `window` of those keys. Not causal: one sequence, whose queries see all keys. In the
+backward pass `out` and `lse` may be those of a softmax over more keys than these: the probabilities are
+exp(score - lse), and the common term of a row is sum(dout * out), so each block of keys gets its exact gradient.
 
     PLAIN   torch operations, in fp32 and in blocks of rows; for all devices and dtypes
     CUDNN   the fastest on Hopper and later. It builds a plan, for a tenth of a second or more, for every new size: for
-            recurring sizes, sequences of one length
+            recurring sizes, sequences of one length; without a window
     FLASH   FlashAttention-2, for sequences of any lengths
 
 Log-sum-exps are natural and of the scaled scores. Shapes: N queries, K keys, H heads, G KV heads (each serves H / G
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from llmb.ops.attention.attention_metadata import causal_mask
 from llmb.ops.tensor_layout import at_least_fp32
 
 MAX_PLAIN_SCORES = 1 << 24  # most scores that the plain kernel holds at once
@@ -41,6 +43,7 @@ class AttentionBlock(NamedTuple):
     lengths: Lengths
     causal: bool
     scale: float
+    window: int | None = None  # causal: keys that a query sees at most, its own included
 
 
 class AttentionKernel(Protocol):
@@ -58,12 +61,12 @@ class AttentionKernel(Protocol):
 class _Plain:
     @record_function("attention")
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
         n, h, _ = q_NHD.shape
         out_NHD = torch.empty_like(q_NHD)
         lse_HN = torch.empty(h, n, dtype=at_least_fp32(q_NHD).dtype, device=q_NHD.device)
         for rows, keys in _blocks(q_NHD, k_KGD, lengths, causal):
-            scores_GRNK = _scores(q_NHD, k_KGD, rows, keys, causal) * scale
+            scores_GRNK = _scores(q_NHD, k_KGD, rows, keys, causal, window) * scale
             lse_HN[:, rows] = scores_GRNK.logsumexp(-1).flatten(0, 1)
             values = torch.einsum("grnk,kgd->ngrd", scores_GRNK.softmax(-1), at_least_fp32(v_KGD[keys]))
             out_NHD[rows] = values.flatten(1, 2).to(out_NHD.dtype)
@@ -73,7 +76,7 @@ class _Plain:
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
         dq_NHD = torch.empty_like(at_least_fp32(q_NHD))
         dk_KGD, dv_KGD = (torch.zeros_like(at_least_fp32(x)) for x in (k_KGD, v_KGD))
         groups = k_KGD.shape[1]
@@ -82,7 +85,7 @@ class _Plain:
             k, v = (at_least_fp32(x[keys]) for x in (k_KGD, v_KGD))
             delta_HN = (at_least_fp32(dout_NHD[rows]) * at_least_fp32(out_NHD[rows])).sum(-1).T
             lse_GRN1, delta_GRN1 = (x.unflatten(0, (groups, -1))[..., None] for x in (lse_HN[:, rows], delta_HN))
-            probs_GRNK = (_scores(q_NHD, k_KGD, rows, keys, causal) * scale - lse_GRN1).exp()
+            probs_GRNK = (_scores(q_NHD, k_KGD, rows, keys, causal, window) * scale - lse_GRN1).exp()
             dprobs_GRNK = torch.einsum("ngrd,kgd->grnk", dout, v)
             dscores_GRNK = probs_GRNK * (dprobs_GRNK - delta_GRN1) * scale
             dq_NHD[rows] = torch.einsum("grnk,kgd->ngrd", dscores_GRNK, k).flatten(1, 2)
@@ -93,23 +96,23 @@ class _Plain:
 
 def _blocks(q_NHD: Tensor, k_KGD: Tensor, lengths: Lengths, causal: bool) -> list[tuple[slice, slice]]:
     """Return rows to be computed at once, and all keys that any of them sees."""
-    blocks = []
+    blocks, context = [], k_KGD.shape[0] - q_NHD.shape[0] if causal else 0  # keys before those of the queries
+    assert context == 0 or len(lengths) == 1, "only one sequence has more keys than queries"
     for first, end in pairwise(accumulate(lengths, initial=0)):
-        keys = end - first if causal else k_KGD.shape[0]
+        keys = end - first + context if causal else k_KGD.shape[0]
         step = max(1, MAX_PLAIN_SCORES // (q_NHD.shape[1] * keys))
         for row in range(first, end, step):
             stop = min(row + step, end)
-            blocks.append((slice(row, stop), slice(first, stop) if causal else slice(0, keys)))
+            blocks.append((slice(row, stop), slice(first, stop + context) if causal else slice(0, keys)))
     return blocks
 
 
-def _scores(q_NHD: Tensor, k_KGD: Tensor, rows: slice, keys: slice, causal: bool) -> Tensor:
+def _scores(q_NHD: Tensor, k_KGD: Tensor, rows: slice, keys: slice, causal: bool, window: int | None) -> Tensor:
     q_NGRD = at_least_fp32(q_NHD[rows]).unflatten(1, (k_KGD.shape[1], -1))
     scores_GRNK = torch.einsum("ngrd,kgd->grnk", q_NGRD, at_least_fp32(k_KGD[keys]))
     if causal:
         n, k = scores_GRNK.shape[-2:]
-        masked = torch.ones(n, k, dtype=torch.bool, device=q_NHD.device).triu(k - n + 1)
-        scores_GRNK.masked_fill_(masked, -torch.inf)
+        scores_GRNK.masked_fill_(~causal_mask(n, k, q_NHD.device, window), -torch.inf)
     return scores_GRNK
 
 
@@ -120,7 +123,8 @@ class _Cudnn:
     """
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
+        assert window is None, "cuDNN's attention in torch has no window"
         q, k, v = (_batched(x, lengths) for x in (q_NHD, k_KGD, v_KGD))
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -131,7 +135,7 @@ class _Cudnn:
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, _ = block
         dout, q, k, v, out = (_batched(x, lengths) for x in (dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD))
         lse = lse_HN.unflatten(1, (len(lengths), -1)).transpose(0, 1).contiguous()
         lse = lse[..., None] if _cudnn_lse_dims(q.device) == 4 else lse
@@ -159,28 +163,34 @@ class _Flash:
     """Takes sequences as cu_seqlens, small tensors on the device, which are cached."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
         out_NHD, lse_HN, *_ = torch.ops.aten._flash_attention_forward.default(
-            q_NHD, k_KGD, v_KGD, *_varlen_arguments(q_NHD, k_KGD, lengths, causal), 0.0, causal, False, scale=scale
-        )
+            q_NHD, k_KGD, v_KGD, *_varlen_arguments(q_NHD, k_KGD, lengths, causal), 0.0, causal, False, scale=scale,
+            **_window_arguments(window),
+        )  # fmt: skip
         return out_NHD, lse_HN
 
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
         varlen = _varlen_arguments(q_NHD, k_KGD, lengths, causal)
         state = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)  # of an absent dropout
         unused = torch.empty((), dtype=torch.uint64, device=q_NHD.device)
         return torch.ops.aten._flash_attention_backward.default(
             dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD, lse_HN.contiguous(), *varlen, 0.0, causal, state, unused,
-            scale=scale,
+            scale=scale, **_window_arguments(window),
         )  # fmt: skip
+
+
+def _window_arguments(window: int | None) -> dict[str, int]:
+    """Return the window as FlashAttention counts it: keys before the query's own, and after it."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _varlen_arguments(q_NHD: Tensor, k_KGD: Tensor, lengths: Lengths, causal: bool) -> tuple[Tensor, Tensor, int, int]:
     """Return cu_seqlens of queries and keys, and the longest sequences of both."""
-    key_lengths = lengths if causal else (k_KGD.shape[0],)
+    key_lengths = lengths if causal and len(q_NHD) == len(k_KGD) else (k_KGD.shape[0],)
     cu_seqlens = (_cu_seqlens(sizes, q_NHD.device) for sizes in (lengths, key_lengths))
     return (*cu_seqlens, max(lengths), max(key_lengths))  # type: ignore[return-value]
 

@@ -31,6 +31,10 @@ class AttentionMetadata:
                 yield slice(start, end), length, self.block_table_PM[index, : -(-length // block_tokens)].long()
 
 
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return which keys [queries, keys] the last `queries` of `keys` tokens attend to."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+def causal_mask(queries: int, keys: int, device: torch.device, window: int | None = None) -> Tensor:
+    """Return which keys [queries, keys] the last `queries` of `keys` tokens attend to.
+
+    With a sliding window a token attends to itself and the `window` - 1 tokens before it.
+    """
+    mask_QT = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask_QT if window is None else mask_QT.triu(keys - queries - window + 1)

@@ -20,6 +20,7 @@ from llmb.ops.attention.online_softmax_triton import (
     attend_tile,
     mma_dtype,
     num_kv_splits,
+    sink_logits,
     split_weights,
 )
 from llmb.ops.attention.paged_attention import KvCache
@@ -66,12 +67,22 @@ def _combine_splits(
 
 
 @triton.jit
+def _visible(token, oldest, context, HAS_WINDOW: tl.constexpr):
+    """Return which cached tokens the newest one sees, [1, tokens]."""
+    visible = token < context
+    if HAS_WINDOW:
+        visible = visible & (token >= oldest)
+    return visible[None, :]
+
+
+@triton.jit
 def _decode_attention(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
     keys_ptr,
     values_ptr,
+    sinks_ptr,
     slot_mapping_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -83,6 +94,7 @@ def _decode_attention(
     key_scale,
     value_scale,
     softcap,
+    window,
     block_table_stride,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -92,15 +104,22 @@ def _decode_attention(
     SPLITS: tl.constexpr,
     COMPUTE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     seq, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(seq_lens_ptr + seq) - 1  # tokens already in the cache; padding: -1
     tiles = tl.cdiv(tl.maximum(context, 0), L)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
-    used = tl.maximum(tl.cdiv(tiles, tiles_per_split), 1)
-    first, last = split * tiles_per_split, tl.minimum(tiles, (split + 1) * tiles_per_split)
+    oldest, skipped = 0, 0  # first token that is seen, and tiles before it
+    if HAS_WINDOW:
+        oldest = tl.maximum(context - window + 1, 0)
+        skipped = oldest // L
+    tiles_per_split = tl.maximum(tl.cdiv(tiles - skipped, SPLITS), 1)
+    used = tl.maximum(tl.cdiv(tiles - skipped, tiles_per_split), 1)
+    first = skipped + split * tiles_per_split
+    last = tl.minimum(tiles, first + tiles_per_split)
     r, d, t = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, L)
     keys, values = keys_ptr + t[:, None] * D + d[None, :], values_ptr + d[:, None] * L + t[None, :]
     block_table = block_table_ptr + seq * block_table_stride
@@ -132,17 +151,23 @@ def _decode_attention(
     row_max = tl.where(is_first_split, newest_logit, MASKED)
     row_sum = tl.where(is_first_split, tl.full([ROWS], 1.0, tl.float32), 0.0)
     acc = tl.zeros([ROWS, D], tl.float32) + new_v[None, :]
+    if HAS_SINKS:  # once, in the first split
+        sink = tl.where(is_first_split, sink_logits(sinks_ptr, head * GROUP + r, r < GROUP), MASKED)
+        top = tl.maximum(row_max, sink)
+        rescale = tl.exp2(row_max - top)
+        row_sum = tl.where(is_first_split, row_sum * rescale + tl.exp2(sink - top), row_sum)
+        acc, row_max = acc * rescale[:, None], top
     q = q.to(COMPUTE)
     row_max, row_sum, acc = attend_tile(
-        row_max, row_sum, acc, q, k, v, first * L + t < context, scale * key_scale, value_scale, softcap,
-        COMPUTE, HAS_SOFTCAP,
+        row_max, row_sum, acc, q, k, v, _visible(first * L + t, oldest, context, HAS_WINDOW), scale * key_scale,
+        value_scale, softcap, COMPUTE, HAS_SOFTCAP,
     )  # fmt: skip
     for tile in tl.range(first + 1, last, num_stages=2):
         at = (tl.load(block_table + tile).to(tl.int64) * G + head) * L * D
         k, v = tl.load(keys + at), tl.load(values + at)
         row_max, row_sum, acc = attend_tile(
-            row_max, row_sum, acc, q, k, v, tile * L + t < context, scale * key_scale, value_scale, softcap,
-            COMPUTE, HAS_SOFTCAP,
+            row_max, row_sum, acc, q, k, v, _visible(tile * L + t, oldest, context, HAS_WINDOW), scale * key_scale,
+            value_scale, softcap, COMPUTE, HAS_SOFTCAP,
         )  # fmt: skip
     acc = acc / row_sum[:, None]
     out = out_ptr + ((seq * G + head) * GROUP + r)[:, None] * D + d[None, :]
@@ -174,21 +199,25 @@ def decode_attention_triton(
     metadata: AttentionMetadata,
     scale: float,
     softcap: float | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `decode_attention`; nothing is written of padding."""
     n, g, d, device = len(qkv_NW), cache.kv_heads, cache.head_dim, qkv_NW.device
     heads = qkv_NW.shape[1] // d - 2 * g
-    programs = scaled_to_sms(MAX_PROGRAMS, device)
-    splits = num_kv_splits(n, g, metadata.max_seq_len, programs, MIN_SPLIT_TOKENS, MAX_SPLITS)
+    programs, longest = scaled_to_sms(MAX_PROGRAMS, device), min(metadata.max_seq_len, window or metadata.max_seq_len)
+    splits = num_kv_splits(n, g, longest, programs, MIN_SPLIT_TOKENS, MAX_SPLITS)
     out_NHD = torch.empty(n, heads, d, dtype=qkv_NW.dtype, device=device)
     partial = torch.empty(n * heads * splits, d, dtype=torch.float32, device=device)
     lse = torch.empty(n * heads * splits, dtype=torch.float32, device=device)
     _decode_attention[(n, g, splits)](
-        qkv_NW, cos_ND, sin_ND, cache.keys_BGLD, cache.values_BGDL, slot_mapping_N,
+        qkv_NW, cos_ND, sin_ND, cache.keys_BGLD, cache.values_BGDL, sinks_H, slot_mapping_N,
         metadata.block_table_PM, metadata.seq_lens_P, out_NHD, partial, lse, _arrival_counters(device, n * g),
-        scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0,
+        scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0, window or 0,
         metadata.block_table_PM.stride(0), GROUP=heads // g, ROWS=max(16, triton.next_power_of_2(heads // g)), G=g, D=d,
         L=cache.block_tokens, SPLITS=splits, COMPUTE=mma_dtype(cache.keys_BGLD.dtype),
-        HAS_SOFTCAP=softcap is not None, HAS_ROPE=cos_ND is not None, num_warps=WARPS, **pdl_options(n),
+        HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None,
+        HAS_ROPE=cos_ND is not None, num_warps=WARPS,
+        **pdl_options(n),
     )  # fmt: skip
     return out_NHD

@@ -22,6 +22,12 @@ def apply_softcap(logits, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def sink_logits(sinks_ptr, heads, mask):
+    """Return the logits of attention sinks, in units of log2, with which running softmaxes begin, with a sum of 1."""
+    return tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
 def softmax_step(row_max, row_sum, acc, logits, v, value_scale):
     """Update the running softmax with a tile: logits [queries, keys], masked where unseen, and values [keys, width]."""
     new_max = tl.maximum(row_max, tl.max(logits, 1))
@@ -34,12 +40,15 @@ def softmax_step(row_max, row_sum, acc, logits, v, value_scale):
 
 @triton.jit
 def attend_tile(
-    row_max, row_sum, acc, q, k, v, valid, scale, value_scale, softcap,
+    row_max, row_sum, acc, q, k, v, visible, scale, value_scale, softcap,
     COMPUTE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Update the running softmax with a tile of a cache: keys [keys, width], values [width, keys], valid [keys]."""
+    """Update the running softmax with a tile of a cache: keys [keys, width], values [width, keys].
+
+    `visible` broadcasts to [queries, keys].
+    """
     logits = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale
-    logits = tl.where(valid[None, :], apply_softcap(logits, softcap, HAS_SOFTCAP), MASKED)
+    logits = tl.where(visible, apply_softcap(logits, softcap, HAS_SOFTCAP), MASKED)
     return softmax_step(row_max, row_sum, acc, logits, tl.trans(v.to(COMPUTE)), value_scale)
 
 

@@ -75,8 +75,13 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     softcap: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention of each sequence, padding as zero (undefined from the kernels).
+
+    With a sliding window a token attends to itself and the `window` - 1 tokens before it. A sink is one more logit of
+    the softmaxes of its head, without a value.
 
     `k_NGD` and `v_NGD` of this step are in the cache already. The kernels take them unquantized; the reference, which
     works sequence by sequence in fp32, reads them from the cache.
@@ -91,7 +96,11 @@ def paged_attention(
         logits_HQT = (q_HQD @ k_GTD.repeat_interleave(group, 0).transpose(1, 2)) * scale
         if softcap is not None:
             logits_HQT = softcap * torch.tanh(logits_HQT / softcap)
-        mask_QT = causal_mask(q_HQD.shape[1], length, q_NHD.device)
-        probs_HQT = logits_HQT.masked_fill(~mask_QT, float("-inf")).softmax(dim=-1)
+        mask_QT = causal_mask(q_HQD.shape[1], length, q_NHD.device, window)
+        logits_HQT = logits_HQT.masked_fill(~mask_QT, float("-inf"))
+        if sinks_H is not None:
+            sinks_HQ1 = sinks_H.float()[:, None, None].expand(-1, logits_HQT.shape[1], 1)
+            logits_HQT = torch.cat((logits_HQT, sinks_HQ1), dim=-1)
+        probs_HQT = logits_HQT.softmax(dim=-1)[..., :length]
         out_NHD[tokens] = (probs_HQT @ v_GTD.repeat_interleave(group, 0)).transpose(0, 1).to(out_NHD.dtype)
     return out_NHD

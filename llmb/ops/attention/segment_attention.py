@@ -9,6 +9,9 @@ rectangle over keys of the context. The triangles of all segments are one kernel
 two are merged by their log-sum-exps. So kernels need no positions, and the fastest one can be used
 (`attention_block.py`). Both parts are functions of their own, for callers that communicate in between.
 
+A sliding window that is shorter than a document cuts a diagonal out of the rectangle as well. Then each segment with a
+context is one kernel call, over the keys that any of its queries sees (`windowed_forward`, `windowed_backward`).
+
 Out-of-core training passes views of one buffer, in which the chunk follows its context. With context parallelism the
 chunk's keys are local and the context is gathered from all ranks.
 
@@ -69,12 +72,19 @@ def segment_attention_forward(
     scale: float,
     key_block: int = KEY_BLOCK,
     out: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp of each row's scaled scores in fp32: copied into `out`, or as the kernel
     allocated them."""
-    out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, v_NGD, segments, scale)
+    window = shorter_window(segments, window)
+    if window is None:
+        out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, v_NGD, segments, scale)
+    else:
+        out_NHD, lse_HN = windowed_forward(q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, segments, scale, window)
     if out is not None:
         out_NHD, lse_HN = (buffer.copy_(x) for buffer, x in zip(out, (out_NHD, lse_HN), strict=True))
+    if window is not None:
+        return out_NHD, lse_HN
     context_forward(q_NHD, k_TGD, v_TGD, segments, out_NHD, lse_HN, scale, key_block)
     return out_NHD, lse_HN
 
@@ -97,16 +107,29 @@ def segment_attention_backward(
     accumulate: bool,
     scale: float,
     key_block: int = KEY_BLOCK,
+    window: int | None = None,
 ) -> None:
     """Set `dq`, and accumulate `dk` and `dv` of the chunk and of its context; without `accumulate` set these, too.
 
     dq may be a strided view. Gradients of the context are best in fp32: many rectangles may add to them.
     """
-    grads = causal_backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, segments, scale)
+    window = shorter_window(segments, window)
+    if window is not None and not accumulate:
+        dk_TGD.zero_()
+        dv_TGD.zero_()
+    grads = (
+        causal_backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, segments, scale)
+        if window is None
+        else windowed_backward(
+            dout_NHD, q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dk_TGD, dv_TGD, scale, window
+        )
+    )
     dq_NHD.copy_(grads[0])
     for buffer_NGD, grad_NGD in zip((dk_NGD, dv_NGD), grads[1:], strict=True):
         buffer_NGD.add_(grad_NGD) if accumulate else buffer_NGD.copy_(grad_NGD)
     del grads, grad_NGD  # before rectangles are allocated
+    if window is not None:
+        return
     if not accumulate:
         dk_TGD.zero_()
         dv_TGD.zero_()
@@ -122,11 +145,12 @@ def causal_forward(
 
 def causal_backward(
     dout_NHD: Tensor, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
-    segments: Sequence[Segment], scale: float,
+    segments: Sequence[Segment], scale: float, window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv of the causal part, newly allocated: of the chunk's queries, keys and values."""
-    block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale)
-    return kernel_for(q_NHD, segments).backward(dout_NHD, block, out_NHD, lse_HN)
+    window = shorter_window(segments, window)
+    block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale, window)
+    return kernel_for(q_NHD, segments, window).backward(dout_NHD, block, out_NHD, lse_HN)
 
 
 def context_forward(
@@ -160,13 +184,67 @@ def context_backward(
         del context_dq_NHD, context_dk_KGD, context_dv_KGD
 
 
-def kernel_for(q_NHD: Tensor, segments: Sequence[Segment]) -> AttentionKernel:
+def shorter_window(segments: Sequence[Segment], window: int | None) -> int | None:
+    """Return the window, or None if no query has more keys than that before and with it."""
+    spans = (segment.end - segment.start + segment.causal_start - segment.context_start for segment in segments)
+    return window if window is not None and max(spans) > window else None
+
+
+def windowed_forward(
+    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, k_TGD: Tensor, v_TGD: Tensor, segments: Sequence[Segment],
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return output and log-sum-exp of attention with a sliding window, newly allocated."""
+    results = [
+        kernel_for(q_NHD, segments, window).forward(AttentionBlock(q_NHD[rows], k, v, lengths, True, scale, window))
+        for rows, _, lengths, (k, v) in _windowed_blocks(segments, window, (k_NGD, v_NGD), (k_TGD, v_TGD))
+    ]
+    outs, lses = zip(*results, strict=True)
+    return (outs[0], lses[0]) if len(results) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
+
+
+def windowed_backward(
+    dout_NHD: Tensor, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_NHD: Tensor,
+    lse_HN: Tensor, segments: Sequence[Segment], dk_TGD: Tensor, dv_TGD: Tensor, scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk and dv of the chunk, newly allocated, and add the gradients of the context to `dk` and `dv`."""
+    grads = []
+    for rows, keys, lengths, (k, v) in _windowed_blocks(segments, window, (k_NGD, v_NGD), (k_TGD, v_TGD)):
+        block = AttentionBlock(q_NHD[rows], k, v, lengths, True, scale, window)
+        dq, dk, dv = kernel_for(q_NHD, segments, window).backward(dout_NHD[rows], block, out_NHD[rows], lse_HN[:, rows])
+        context = keys.stop - keys.start
+        dk_TGD[keys].add_(dk[:context])
+        dv_TGD[keys].add_(dv[:context])
+        grads.append((dq, dk[context:], dv[context:]))
+    dq_NHD, dk_NGD, dv_NGD = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*grads, strict=True))
+    return dq_NHD, dk_NGD, dv_NGD
+
+
+def _windowed_blocks(
+    segments: Sequence[Segment], window: int, chunk: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
+) -> Iterator[tuple[slice, slice, tuple[int, ...], tuple[Tensor, ...]]]:
+    """Yield rows of the chunk, rows of the context before them, lengths of sequences, and the keys and values of both.
+
+    Segments without a context are one block; each other segment is its own.
+    """
+    if all(segment.context_start == segment.causal_start for segment in segments):
+        yield slice(0, segments[-1].end), slice(0, 0), _lengths(segments), chunk
+        return
+    for segment in segments:
+        rows = slice(segment.start, segment.end)
+        keys = slice(max(segment.context_start, segment.causal_start - window + 1), segment.causal_start)
+        pairs = zip(context, chunk, strict=True)
+        kv = tuple(torch.cat((context_x[keys], chunk_x[rows])) for context_x, chunk_x in pairs)
+        yield rows, keys, (segment.end - segment.start,), kv
+
+
+def kernel_for(q_NHD: Tensor, segments: Sequence[Segment], window: int | None = None) -> AttentionKernel:
     """Return the kernel for this chunk; it depends only on device, dtype and segments, so equal runs stay equal."""
     head_dim = q_NHD.shape[-1]
     if not q_NHD.is_cuda or q_NHD.dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
         return PLAIN
     gpu = capabilities(q_NHD.device)
-    if gpu.has("cudnn_attention") and head_dim <= 128 and _is_recurring(segments):
+    if window is None and gpu.has("cudnn_attention") and head_dim <= 128 and _is_recurring(segments):
         return CUDNN
     return FLASH if gpu.has("flash_attention") else PLAIN
 

@@ -3,7 +3,8 @@
 torch's fused attention has no softcap. On CUDA, in bf16, Triton kernels compute it; elsewhere plain matmuls run over a
 chunk of queries at a time, each recomputed in the backward pass, so that only one chunk's logits exist.
 
-Queries may be fewer than keys: they are then the last, and the last one sees all keys.
+Queries may be fewer than keys: they are then the last, and the last one sees all keys. With a sliding window, which the
+kernels do not take, a query sees at most the last `window` of its keys.
 
 Shapes: B sequences, H heads, Q queries, T keys, D head_dim. k and v may have fewer heads, each serving a group of q's.
 """
@@ -20,16 +21,24 @@ KERNEL_HEAD_DIMS = (16, 32, 64, 128)
 MAX_SOFTCAP = 60.0  # of the kernels, which say why
 
 
-def kernel_supports(q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float) -> bool:
+def kernel_supports(
+    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float, window: int | None = None
+) -> bool:
     """Return whether the Triton kernels take these arguments; a dry run always takes their place."""
     head_dim = q_BHQD.shape[-1]
-    fits = head_dim in KERNEL_HEAD_DIMS and v_BHTD.shape[-1] == head_dim
+    fits = head_dim in KERNEL_HEAD_DIMS and v_BHTD.shape[-1] == head_dim and window is None
     return is_dry_run() or (fits and q_BHQD.dtype == torch.bfloat16 and softcap <= MAX_SOFTCAP)
 
 
 @op(when=kernel_supports)
 def softcap_attention(
-    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float, chunk: int = QUERY_CHUNK
+    q_BHQD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    scale: float,
+    softcap: float,
+    window: int | None = None,
+    chunk: int = QUERY_CHUNK,
 ) -> Tensor:
     """Return the attention, by plain matmuls over a chunk of queries at a time; the softmax is in fp32."""
     group, queries = q_BHQD.shape[1] // k_BHTD.shape[1], q_BHQD.shape[2]
@@ -38,16 +47,19 @@ def softcap_attention(
     outputs = []
     for start in range(0, queries, chunk):
         end = min(start + chunk, queries)
-        operands = q_BHQD[:, :, start:end], k_BHTD[:, :, : context + end], v_BHTD[:, :, : context + end]
+        keys = slice(0 if window is None else max(0, context + start - window + 1), context + end)
+        operands = q_BHQD[:, :, start:end], k_BHTD[:, :, keys], v_BHTD[:, :, keys]
         outputs.append(
-            checkpoint(_attend_chunk, *operands, scale, softcap, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(_attend_chunk, *operands, scale, softcap, window, use_reentrant=False, preserve_rng_state=False)
         )
     return torch.cat(outputs, dim=2)
 
 
-def _attend_chunk(q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float) -> Tensor:
+def _attend_chunk(
+    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float, window: int | None
+) -> Tensor:
     """Attend with the last queries of all keys."""
     logits_BHQT = softcap * torch.tanh((q_BHQD @ k_BHTD.mT).float() * (scale / softcap))
-    mask_QT = causal_mask(q_BHQD.shape[2], k_BHTD.shape[2], q_BHQD.device)
+    mask_QT = causal_mask(q_BHQD.shape[2], k_BHTD.shape[2], q_BHQD.device, window)
     probs_BHQT = logits_BHQT.masked_fill(~mask_QT, float("-inf")).softmax(dim=-1)
     return probs_BHQT.to(v_BHTD.dtype) @ v_BHTD

@@ -267,10 +267,13 @@ class SoftcapAttention(torch.autograd.Function):
         return dq_BHQD, dk_BHTD, dv_BHTD, None, None
 
 
-def softcap_attention_triton(q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float) -> Tensor:
+def softcap_attention_triton(
+    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float, window: int | None = None
+) -> Tensor:
     """Compute `softcap_attention`; a dry run takes a fused attention of the same work and memory."""
     if is_dry_run():
         return F.scaled_dot_product_attention(q_BHQD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=True)
+    assert window is None, "the kernels have no window"
     return SoftcapAttention.apply(q_BHQD, k_BHTD, v_BHTD, scale, softcap)
 
 

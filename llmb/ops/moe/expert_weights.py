@@ -15,30 +15,32 @@ from torch import Tensor
 
 from llmb.ops.gemm.block_scaled_gemm import BlockScaledWeight, dequantize_blocks, quantize_blocks
 from llmb.ops.quant.activation_quant import E4M3, GROUP, PerTokenFp8, QuantFormat, quantize_activation
+from llmb.ops.quant.mxfp4 import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, quantize_mxfp4
 from llmb.ops.quant.nvfp4 import NVFP4_GROUP, Nvfp4, dequantize_nvfp4, quantize_nvfp4
 
-# Named after the format of the activations, except NVFP4, whose activations are not quantized.
-ExpertFormat = Literal["plain", "per_token", "1x128", "nvfp4"]
+# Named after the format of the activations, except the 4-bit ones, whose activations are not quantized.
+ExpertFormat = Literal["plain", "per_token", "1x128", "nvfp4", "mxfp4"]
+FP4_GROUPS: dict[ExpertFormat, int] = {"nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}  # inputs that share a scale
 
 
 class ExpertWeights(NamedTuple):
     """Stacked weights of all experts of this rank."""
 
     format: ExpertFormat
-    values: Tensor  # [E, O, I]; nvfp4 packs two values per byte: [E, O, I / 2]
-    scales: Tensor | None = (
-        None  # per_token: [E, O] fp32; 1x128: [E, O / 128, I / 128] fp32; nvfp4: [E, O, I / 16] e4m3
-    )
+    values: Tensor  # [E, O, I]; 4-bit formats pack two values per byte: [E, O, I / 2]
+    # per_token: [E, O] fp32; 1x128: [E, O / 128, I / 128] fp32; nvfp4: [E, O, I / 16] e4m3; mxfp4: [E, O, I / 32] e8m0
+    scales: Tensor | None = None
     scales_2: Tensor | None = None  # nvfp4: [E, O] fp32, the per-tensor scale of the matrix that an output belongs to
+    bias: Tensor | None = None  # [E, O], unquantized
 
     @property
     def quant_format(self) -> QuantFormat:
         """Format of the activations that it is multiplied with."""
-        return "plain" if self.format == "nvfp4" else self.format
+        return "plain" if self.format == "nvfp4" or self.format == "mxfp4" else self.format
 
     @property
     def inputs(self) -> int:
-        return self.values.shape[2] * (2 if self.format == "nvfp4" else 1)
+        return self.values.shape[2] * (2 if self.format in FP4_GROUPS else 1)
 
 
 def empty_expert_weights(
@@ -58,11 +60,11 @@ def empty_expert_weights(
         assert outputs % GROUP == inputs % GROUP == 0
         scales = empty(torch.float32, experts, outputs // GROUP, inputs // GROUP)
         return ExpertWeights(format, empty(E4M3, *shape), scales)
-    assert inputs % NVFP4_GROUP == 0
-    packed, scales = (
-        empty(torch.uint8, experts, outputs, inputs // 2),
-        empty(E4M3, experts, outputs, inputs // NVFP4_GROUP),
-    )
+    assert inputs % FP4_GROUPS[format] == 0
+    packed = empty(torch.uint8, experts, outputs, inputs // 2)
+    if format == "mxfp4":
+        return ExpertWeights(format, packed, empty(torch.uint8, experts, outputs, inputs // MXFP4_GROUP))
+    scales = empty(E4M3, experts, outputs, inputs // NVFP4_GROUP)
     return ExpertWeights(format, packed, scales, empty(torch.float32, experts, outputs))
 
 
@@ -85,6 +87,8 @@ def fill_expert_rows(
         blocks = quantize_blocks(weight_OI)
         weights.values[expert, rows] = blocks.values
         weights.scales[expert, start // GROUP : rows.stop // GROUP] = blocks.scales[:, : weights.scales.shape[-1]]
+    elif weights.format == "mxfp4":
+        weights.values[expert, rows], weights.scales[expert, rows] = quantize_mxfp4(weight_OI)
     else:
         assert weights.scales_2 is not None
         packed = quantize_nvfp4(weight_OI)
@@ -102,5 +106,7 @@ def dequantize_expert(weights: ExpertWeights, expert: int) -> Tensor:
         return values.float() * scales[:, None]
     if weights.format == "1x128":
         return dequantize_blocks(BlockScaledWeight(values, scales), len(values))
+    if weights.format == "mxfp4":
+        return dequantize_mxfp4(Mxfp4(values, scales))
     assert weights.scales_2 is not None
     return dequantize_nvfp4(Nvfp4(values, scales, weights.scales_2[expert, :, None]))

@@ -37,14 +37,20 @@ def fused_moe(
 ) -> Tensor:
     """Sum the outputs of this rank's experts for every token; the outputs of `gate_up` are gate, then up.
 
-    The reference goes expert by expert and reads on the host which tokens are routed where.
+    A bias is added to the outputs of an expert before they are weighted. The reference goes expert by expert and reads
+    on the host which tokens are routed where.
     """
     x_NC, (tokens, top_k) = dequantize(x, torch.float32), routing.topk_ids_NK.shape
     outputs_MC = torch.zeros(tokens * top_k, x_NC.shape[1], dtype=dtype, device=x_NC.device)
     for expert in range(len(gate_up.values)):
         pairs_P = (routing.topk_ids_NK.flatten() == routing.first_expert + expert).nonzero().squeeze(-1)
-        gate_up_P2F = F.linear(x_NC[pairs_P // top_k], dequantize_expert(gate_up, expert)).to(dtype)
+        gate_up_P2F = _linear(x_NC[pairs_P // top_k], gate_up, expert).to(dtype)
         hidden_PF = dequantize(gated_activation.reference(gate_up_P2F, activation, down.quant_format), torch.float32)
-        output_PC = F.linear(hidden_PF, dequantize_expert(down, expert))
+        output_PC = _linear(hidden_PF, down, expert)
         outputs_MC[pairs_P] = (output_PC * routing.topk_weights_NK.flatten()[pairs_P, None]).to(dtype)
     return outputs_MC.unflatten(0, (tokens, top_k)).sum(dim=1, dtype=torch.float32).to(dtype)
+
+
+def _linear(x_PI: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+    bias_O = None if weights.bias is None else weights.bias[expert].float()
+    return F.linear(x_PI, dequantize_expert(weights, expert), bias_O)

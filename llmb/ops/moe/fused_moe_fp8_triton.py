@@ -62,8 +62,9 @@ def _moe_gemm_fp8_kernel(
 
 
 def fits_large_m(weight: ExpertWeights, blocks: AlignedBlocks) -> bool:
-    """Return whether a GEMM should take this kernel."""
-    return weight.format == "1x128" and blocks.block_size == BLOCK_M and weight.values.shape[1] % BLOCK_N == 0
+    """Return whether a GEMM should take this kernel, which adds no bias."""
+    fits = weight.values.shape[1] % BLOCK_N == 0 and weight.bias is None
+    return weight.format == "1x128" and blocks.block_size == BLOCK_M and fits
 
 
 def large_m_gemm(

@@ -21,10 +21,10 @@ from llmb.ops.moe.align_triton import (
     grouped_pids,
     moe_align_block_size,
 )
-from llmb.ops.moe.expert_weights import ExpertWeights
+from llmb.ops.moe.expert_weights import FP4_GROUPS, ExpertWeights
 from llmb.ops.moe.fused_moe import Routing
+from llmb.ops.moe.fused_moe_fp4_triton import fp4_gemm
 from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m, large_m_gemm
-from llmb.ops.moe.fused_moe_nvfp4_triton import nvfp4_gemm
 from llmb.ops.quant.activation_quant import GROUP, Activation, GroupFp8, QuantFormat, as_activation, empty_activation
 
 CHANNELS = 1024  # of a token that one program sums
@@ -49,13 +49,14 @@ FP8_CONFIGS = {
 
 @triton.jit(do_not_specialize=["pairs", "num_blocks"])
 def _moe_gemm_kernel(
-    x, x_scales, weight, weight_scales, out, topk_weights, sorted_token_ids, expert_ids, pairs, num_blocks,
+    x, x_scales, weight, weight_scales, bias, out, topk_weights, sorted_token_ids, expert_ids, pairs, num_blocks,
     outputs, inputs,
     QUANT_FORMAT: tl.constexpr, TOP_K: tl.constexpr, MUL_ROUTED_WEIGHT: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[pair // TOP_K] @ weight[expert].T for a block of pairs of one expert."""
+    """out[pair] = x[pair // TOP_K] @ weight[expert].T + bias[expert] for a block of pairs of one expert."""
     pdl_wait(USE_PDL)
     pid_m, pid_n = grouped_pids(num_blocks, outputs, BLOCK_N, GROUP_M)
     expert = tl.load(expert_ids + pid_m).to(tl.int64)
@@ -94,6 +95,8 @@ def _moe_gemm_kernel(
     if QUANT_FORMAT == "per_token":
         row_scale = tl.load(x_scales + row, mask=valid, other=0.0)
         acc *= row_scale[:, None] * tl.load(weight_scales + expert * outputs + output)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + expert * outputs + output).to(tl.float32)[None, :]
     if MUL_ROUTED_WEIGHT:
         acc *= tl.load(topk_weights + pair, mask=valid, other=0.0)[:, None]
     out_ptrs = out + pair[:, None] * outputs + column[None, :]
@@ -175,9 +178,9 @@ def moe_gemm(
     topk_weights: Tensor | None = None,
 ) -> Tensor:
     """Multiply the row of every pair by its expert's weight, [M, O]; x has one row per `top_k` pairs."""
-    if weight.format == "nvfp4":
+    if weight.format in FP4_GROUPS:
         assert isinstance(x, Tensor)
-        return nvfp4_gemm(x, weight, blocks, pairs, top_k, dtype, topk_weights)
+        return fp4_gemm(x, weight, blocks, pairs, top_k, dtype, topk_weights)
     if isinstance(x, GroupFp8) and fits_large_m(weight, blocks):
         return large_m_gemm(x, weight, blocks, pairs, top_k, dtype, topk_weights)
     values, scales = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values.contiguous(), x.scales.contiguous())
@@ -186,10 +189,10 @@ def moe_gemm(
     config = (CONFIGS if weight.format == "plain" else FP8_CONFIGS)[blocks.block_size]
     num_blocks = len(blocks.expert_ids_T)
     _moe_gemm_kernel[num_blocks * triton.cdiv(outputs, config.block_n),](
-        values, scales, weight.values, weight.scales, out_MO, topk_weights, blocks.sorted_token_ids_P,
+        values, scales, weight.values, weight.scales, weight.bias, out_MO, topk_weights, blocks.sorted_token_ids_P,
         blocks.expert_ids_T, pairs, num_blocks, outputs, inputs,
         QUANT_FORMAT=weight.format, TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None,
-        EVEN_K=inputs % config.block_k == 0, GROUP=GROUP,
+        EVEN_K=inputs % config.block_k == 0, HAS_BIAS=weight.bias is not None, GROUP=GROUP,
         BLOCK_M=blocks.block_size, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pairs, DEPENDENT_PAIRS),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
     y_NO = grouped_gemm(x_NI, weight_EOI, ends_E)      # rows of group e: y = x @ weight[e].T
 
+    y_NO = add_group_bias(y_NO, bias_EO, ends_E)       # rows of group e: y + bias[e]
+
 torch's grouped_mm computes all groups in one kernel, and their sizes never leave the device. It needs bf16 and widths
 that are multiples of 16 bytes. Group sizes are arbitrary, because every operand here is contiguous along its rows, so a
 group starts at a multiple of the row width in the backward pass too. Anything else takes a loop over groups, which
@@ -50,6 +52,30 @@ class _GroupedMm(torch.autograd.Function):
         grad_x_NI = _matmul(grad_NO, weight_EOI.to(grad_NO.dtype), ends_E) if needs_x else None
         grad_weight_EOI = accumulate_grad(ctx.weight, _outer(grad_NO, x_NI, ends_E)) if needs_weight else None
         return grad_x_NI, grad_weight_EOI, None
+
+
+def add_group_bias(y_NO: Tensor, bias_EO: Tensor, ends_E: Tensor) -> Tensor:
+    """Add its bias to each group's rows."""
+    return _GroupBias.apply(y_NO, bias_EO, ends_E)
+
+
+class _GroupBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_NO: Tensor, bias_EO: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        ctx.dtype = bias_EO.dtype
+        rows = torch.arange(len(y_NO), dtype=ends_E.dtype, device=y_NO.device)
+        group_N = torch.searchsorted(ends_E, rows, right=True).clamp_(max=len(ends_E) - 1)  # padding: any group
+        return y_NO + bias_EO.to(y_NO.dtype)[group_N]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor, None]:
+        (ends_E,) = ctx.saved_tensors
+        grad_NO = grad_NO.contiguous()
+        # Sums of rows as a GEMM with ones: of one kernel, in a fixed order, without sizes on the host.
+        ones = grad_NO.new_ones(len(grad_NO), ALIGNMENT)
+        return grad_NO, _outer(grad_NO, ones, ends_E)[..., 0].to(ctx.dtype), None
 
 
 def _matmul(x_NI: Tensor, matrix_EIO: Tensor, ends_E: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import memory_bytes
-from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.model_catalog import ModelShape, run_shape
 from llmb.perfmodel.serving_time.serving_rows import DEFAULT_TOKENS, DTYPES, default_kv_dtype
 from llmb.perfmodel.serving_time.serving_setup import FRACTIONS, KV_DTYPES, WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
@@ -93,9 +93,9 @@ def serving_setup_of(config: RunConfig, engine: str = "native") -> ServingSetup:
     dp = split.tp if work.attention_dp else 1
     ep = split.ep if config.model.experts else 1
     return ServingSetup(
-        shape=ModelShape(model=config.model),
+        shape=run_shape(config.model),
         gpu=config.machine.gpu,
-        dtype=dtype,
+        dtype=DTYPES[dtype],
         kv_dtype=config.precision.kv_dtype if config.precision.kv_dtype in KV_DTYPES else "bf16",
         isl=work.isl,
         osl=work.osl,

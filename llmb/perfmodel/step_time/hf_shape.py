@@ -2,19 +2,22 @@
 
     read_hf_shape(Path("config.json")).model.layers
 
-Settings that change no count of weights or FLOPs are ignored. `models/hf_config.py` is the strict reader, for networks
-that run here.
+Settings that change no count of weights or FLOPs are ignored. The strict reader, for
+networks that run here, is `config/huggingface/hf_config.py`.
 """
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmb.config.huggingface.dense_models import DENSE_MODELS
+from llmb.config.huggingface.hf_config import from_hf_config
 from llmb.config.serialization import convert, read_json
 from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel.model_catalog import ModelShape, find_model
+from llmb.perfmodel.model_catalog import ModelShape, find_model, run_shape
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -40,9 +43,22 @@ def read_hf_shape(path: Path) -> ModelShape:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a JSON object, as a Hugging Face config.json is")
     config = {**data, **data["text_config"]} if isinstance(data.get("text_config"), dict) else data
+    if (model := _dense_model(config)) is not None:
+        return replace(run_shape(model), checkpoint=_checkpoint(config.get("quantization_config")))
     if missing := [name for name in REQUIRED if config.get(name) is None]:
         raise ConfigError(f"{path} has no {', '.join(missing)}: not a language model's config.json")
     return _shape(config, path)
+
+
+def _dense_model(config: dict[str, Any]) -> Model | None:
+    """Return the model as it runs here; None: it does not, or has settings that only a run needs to know."""
+    if config.get("model_type") not in {dense.hf_type for dense in DENSE_MODELS.values()}:
+        return None
+    try:
+        strict = {name: value for name, value in config.items() if name != "quantization_config"}
+        return from_hf_config(strict, str(config.get("_name_or_path") or config["model_type"]))
+    except ConfigError:
+        return None
 
 
 def _count(config: dict[str, Any], *names: str) -> int | None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
-from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.model_catalog import ModelShape, run_shape
 from llmb.perfmodel.offload.machine_rates import Rates as MachineRates
 from llmb.perfmodel.step_time.native_formats import NativeFormats, native_formats
 
@@ -116,7 +116,7 @@ def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates |
     if config.precision.dtype == "fp32":
         raise UnknownName("dtype", "fp32", DTYPES)
     return StepSetup(
-        shape=ModelShape(model=config.model),
+        shape=run_shape(config.model),
         gpu=config.machine.gpu,
         gpus=config.machine.gpus,
         dtype=config.precision.dtype,

@@ -4,9 +4,11 @@ Shapes: N tokens, H query heads, G KV heads, D head dimension; heads are those o
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.config.spec import Model
+from llmb.models.blocks import attention_window
 from llmb.ops.attention.decode_attention import decode_attention
 from llmb.ops.attention.paged_attention import KvCache, paged_attention, rope_and_cache
 from llmb.ops.gemm.skinny_gemm import InputNorm, skinny_gemm
@@ -32,8 +34,10 @@ class PagedAttention:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
         group: RankGroup,
+        kind: str = "F",
     ):
-        self.model, self.group, self.kv_dtype = model, group, kv_dtype
+        self.model, self.group, self.kv_dtype, self.kind = model, group, kv_dtype, kind
+        self.window = attention_window(model, kind)
         shard = WeightShard(0, group.index, group.size)
         # KV heads are replicated if there are fewer of them than ranks.
         kv_shards = min(group.size, model.kv_heads)
@@ -44,6 +48,15 @@ class PagedAttention:
         self.qkv = build_linear(*qkv, format=format, dtype=dtype)
         columns = weights.load(f"{name}.o.weight", WeightShard(1, group.index, group.size))
         self.o = build_linear(columns, format=format, dtype=dtype)
+        self.qkv_bias_W = self.o_bias_C = None
+        if model.qkv_bias:
+            biases = (weights.load(f"{name}.{matrix}_bias", matrix_shard) for matrix, matrix_shard in shards.items())
+            self.qkv_bias_W = torch.cat([bias.to(dtype) for bias in biases])
+        if model.o_bias:
+            self.o_bias_C = weights.load(f"{name}.o_bias").to(dtype)
+        self.sinks_H = weights.load(f"{name}.sinks", shard).float() if model.attention_sinks else None
+        norms = ("q_norm", "k_norm") if model.qk_norm else ()
+        self.qk_norms = [weights.load(f"{name}.{norm}.weight").to(dtype) for norm in norms]
         self.input_format: QuantFormat = self.qkv.input_format
         self.cache: KvCache | None = None
 
@@ -61,10 +74,34 @@ class PagedAttention:
 
     def __call__(self, x: Activation, inputs: StepInputs) -> Tensor:
         assert self.cache is not None
-        q_and_kv = rope_and_cache(self.qkv(x), inputs.cos_ND, inputs.sin_ND, self.cache, inputs.slot_mapping_N)
-        scale, softcap = self.model.head_dim**-0.5, self.model.attn_logit_softcap
-        attn_NHD = paged_attention(*q_and_kv, self.cache, inputs, scale, softcap)
-        return self.group.all_reduce(self.o(quantize_activation(attn_NHD.flatten(1), self.o.input_format)))
+        qkv_NW = self._biased_and_normed(self.qkv(x))
+        q_and_kv = rope_and_cache(qkv_NW, *self._rope(inputs), self.cache, inputs.slot_mapping_N)
+        scale, softcap = self.model.softmax_scale, self.model.attn_logit_softcap
+        attn_NHD = paged_attention(*q_and_kv, self.cache, inputs, scale, softcap, self.window, self.sinks_H)
+        out_NC = self.group.all_reduce(self.o(quantize_activation(attn_NHD.flatten(1), self.o.input_format)))
+        return out_NC if self.o_bias_C is None else out_NC + self.o_bias_C
+
+    def _rope(self, inputs: StepInputs) -> tuple[Tensor | None, Tensor | None]:
+        """Return cosine and sine of this layer."""
+        if self.kind == "N":
+            return None, None
+        if self.kind == "S" and inputs.local_cos_ND is not None:
+            return inputs.local_cos_ND, inputs.local_sin_ND
+        return inputs.cos_ND, inputs.sin_ND
+
+    def _biased_and_normed(self, qkv_NW: Tensor) -> Tensor:
+        """Add the bias of the projections and norm queries and keys, where the model has them."""
+        if self.qkv_bias_W is not None:
+            qkv_NW = qkv_NW + self.qkv_bias_W
+        if not self.qk_norms:
+            return qkv_NW
+        widths = [heads * self.model.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        *normed, v_NW = qkv_NW.split(widths, dim=-1)
+        normed = [
+            F.rms_norm(x.unflatten(-1, (-1, len(weight))), weight.shape, weight, self.model.norm_eps).flatten(1)
+            for x, weight in zip(normed, self.qk_norms, strict=True)
+        ]
+        return torch.cat((*normed, v_NW), dim=-1)
 
     @property
     def has_skinny_path(self) -> bool:
@@ -75,8 +112,10 @@ class PagedAttention:
         assert self.qkv.skinny_weight is not None
         assert self.o.skinny_weight is not None
         qkv_NW = skinny_gemm(residual_NC, self.qkv.skinny_weight, residual_NC.dtype, norm=norm)
-        scale, softcap = self.model.head_dim**-0.5, self.model.attn_logit_softcap
+        scale, softcap = self.model.softmax_scale, self.model.attn_logit_softcap
         attn_NHD = decode_attention(
-            qkv_NW, inputs.cos_ND, inputs.sin_ND, self.cache, inputs.slot_mapping_N, inputs, scale, softcap
-        )
-        return add_skinny_gemm(residual_NC, attn_NHD.flatten(1), self.o.skinny_weight, self.group)
+            self._biased_and_normed(qkv_NW), *self._rope(inputs), self.cache, inputs.slot_mapping_N, inputs, scale,
+            softcap, self.window, self.sinks_H,
+        )  # fmt: skip
+        out_NC = add_skinny_gemm(residual_NC, attn_NHD.flatten(1), self.o.skinny_weight, self.group)
+        return out_NC if self.o_bias_C is None else out_NC + self.o_bias_C

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.config.parallel_layout import stage_layers
-from llmb.config.spec import Model
+from llmb.config.spec import Model, RopeConfig
 from llmb.models.blocks import rope_frequencies
 from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm, takes_skinny_gemm
 from llmb.ops.norm.add_rms_norm import add_rms_norm
+from llmb.ops.quant.activation_quant import Activation, quantize_activation
 from llmb.serve.layers.gqa import PagedAttention
 from llmb.serve.layers.mixer import Mixer, SkinnyMixer
 from llmb.serve.layers.served_linear import Format
@@ -44,9 +45,9 @@ class ServingDtypes:
 
 @dataclass(frozen=True)
 class ServedBlock:
-    """A mixer with its pre-norm and, if the model has one, its post-norm."""
+    """A mixer with its pre-norm and its post-norm, where the model has them."""
 
-    norm_C: Tensor
+    norm_C: Tensor | None
     mixer: Mixer
     post_norm_C: Tensor | None = None
 
@@ -54,7 +55,8 @@ class ServedBlock:
     def skinny_mixer(self) -> SkinnyMixer | None:
         """The mixer, if it has a skinny path."""
         mixer = self.mixer
-        return mixer if self.post_norm_C is None and isinstance(mixer, SkinnyMixer) and mixer.has_skinny_path else None
+        fits = self.norm_C is not None and self.post_norm_C is None
+        return mixer if fits and isinstance(mixer, SkinnyMixer) and mixer.has_skinny_path else None
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,9 @@ class ServedModel:
     norm_C: Tensor | None
     head_VC: Tensor | None
     inv_freq_D: Tensor | None  # of the rotary embedding, in radians per token
+    local_inv_freq_D: Tensor | None  # of layers with a sliding window, if theirs is another
     groups: RankGroups
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the residual."""
-        return self.blocks[0].norm_C.dtype
+    dtype: torch.dtype  # of the residual
 
     def embed(self, tokens_N: Tensor) -> Tensor:
         """Return the input of the first block."""
@@ -86,14 +85,14 @@ class ServedModel:
         eps, residual_NC = self.spec.norm_eps, None
         is_skinny = takes_skinny_gemm(delta_NC) and inputs.num_decodes == len(delta_NC)
         for block in self.blocks:
-            if is_skinny and block.skinny_mixer is not None:
+            if is_skinny and block.skinny_mixer is not None and block.norm_C is not None:
                 residual_NC = delta_NC if residual_NC is None else residual_NC + delta_NC
                 delta_NC, residual_NC = (
                     block.skinny_mixer.forward_skinny(residual_NC, InputNorm(block.norm_C, eps), inputs),
                     None,
                 )
                 continue
-            normed, residual_NC = add_rms_norm(delta_NC, residual_NC, block.norm_C, eps, block.mixer.input_format)
+            normed, residual_NC = _add_norm(delta_NC, residual_NC, block, eps)
             delta_NC = block.mixer(normed, inputs)
             if block.post_norm_C is not None:
                 delta_NC = F.rms_norm(delta_NC, block.post_norm_C.shape, block.post_norm_C, eps)
@@ -103,7 +102,14 @@ class ServedModel:
         """Return the logits of the sampling rows, [S, V]."""
         assert self.norm_C is not None
         assert self.head_VC is not None
-        x_SC, norm, scale = x_NC[logits_indices_S], InputNorm(self.norm_C, self.spec.norm_eps), self.spec.logit_scale
+        logits_SV = self._uncapped_logits(x_NC[logits_indices_S], InputNorm(self.norm_C, self.spec.norm_eps))
+        softcap = self.spec.logit_softcap
+        return logits_SV if softcap is None else softcap * torch.tanh(logits_SV / softcap)
+
+    def _uncapped_logits(self, x_SC: Tensor, norm: InputNorm) -> Tensor:
+        assert self.norm_C is not None
+        assert self.head_VC is not None
+        scale = self.spec.logit_scale
         if takes_skinny_gemm(x_SC) and scale == 1.0:
             return self.groups.tp.all_gather(skinny_gemm(x_SC, SkinnyGemmWeight(self.head_VC), x_SC.dtype, norm=norm))
         normed_SC = F.rms_norm(x_SC, self.norm_C.shape, *norm)
@@ -114,7 +120,11 @@ class ServedModel:
         if self.inv_freq_D is None:
             return inputs
         angles_ND = inputs.positions_N[:, None].float() * self.inv_freq_D
-        return replace(inputs, cos_ND=angles_ND.cos(), sin_ND=angles_ND.sin())
+        inputs = replace(inputs, cos_ND=angles_ND.cos(), sin_ND=angles_ND.sin())
+        if self.local_inv_freq_D is None:
+            return inputs
+        angles_ND = inputs.positions_N[:, None].float() * self.local_inv_freq_D
+        return replace(inputs, local_cos_ND=angles_ND.cos(), local_sin_ND=angles_ND.sin())
 
     def mixers(self) -> Iterable[Mixer]:
         return (block.mixer for block in self.blocks)
@@ -131,9 +141,21 @@ def build_served_model(model: Model, weights: WeightSource, dtypes: ServingDtype
         embedding_VC=embedding_VC,
         norm_C=weights.load("norm.weight").to(dtypes.dtype) if stage.is_last else None,
         head_VC=_head(model, weights, dtypes, groups, embedding_VC) if stage.is_last else None,
-        inv_freq_D=_inv_freq(model, groups.device),
+        inv_freq_D=_inv_freq(model, model.rope, groups.device),
+        local_inv_freq_D=_inv_freq(model, model.local_rope, groups.device),
         groups=groups,
+        dtype=dtypes.dtype,
     )
+
+
+def _add_norm(
+    delta_NC: Tensor, residual_NC: Tensor | None, block: ServedBlock, eps: float
+) -> tuple[Activation, Tensor]:
+    """Return the input of a block's mixer and the residual."""
+    if block.norm_C is not None:
+        return add_rms_norm(delta_NC, residual_NC, block.norm_C, eps, block.mixer.input_format)
+    residual_NC = delta_NC if residual_NC is None else residual_NC + delta_NC
+    return quantize_activation(residual_NC, block.mixer.input_format), residual_NC
 
 
 def _head(
@@ -146,10 +168,10 @@ def _head(
     return weights.load("embedding.weight" if model.tied_embeddings else "head.weight", shard).to(dtypes.dtype)
 
 
-def _inv_freq(model: Model, device: torch.device) -> Tensor | None:
-    if model.rope is None:
+def _inv_freq(model: Model, rope: RopeConfig | None, device: torch.device) -> Tensor | None:
+    if rope is None:
         return None
-    return rope_frequencies(model.rope, model.mla.rope_dim if model.mla else model.head_dim, device)
+    return rope_frequencies(rope, model.mla.rope_dim if model.mla else model.head_dim, device)
 
 
 def layer_blocks(
@@ -171,14 +193,19 @@ def layer_blocks(
         else:
             mixer = ServedPlainMlp(weights, f"{name}.mixer", model.activation, *common, groups.tp)
         return [ServedBlock(norm("norm"), mixer)]
-    attention_class = PagedAttention if model.mla is None else PagedMla
-    attention: Mixer = attention_class(weights, f"{name}.attention", model, *common, dtypes.kv_dtype, groups.tp)
+    shared = (*common, dtypes.kv_dtype, groups.tp)
+    attention: Mixer = (
+        PagedAttention(weights, f"{name}.attention", model, *shared, model.attention_kind(layer))
+        if model.mla is None
+        else PagedMla(weights, f"{name}.attention", model, *shared)
+    )
     if model.experts is not None and layer >= model.experts.dense_layers:
         mlp: Mixer = ServedMoe(weights, f"{name}.mlp", model, *common, groups.experts, groups.tp)
     else:
         mlp = ServedGatedMlp(weights, f"{name}.mlp", model.activation, *common, groups.tp)
     post = {key: norm(f"{key}_post_norm") if model.post_norms else None for key in ("attention", "mlp")}
+    pre = {key: norm(f"{key}_norm") if model.pre_norms else None for key in ("attention", "mlp")}
     return [
-        ServedBlock(norm("attention_norm"), attention, post["attention"]),
-        ServedBlock(norm("mlp_norm"), mlp, post["mlp"]),
+        ServedBlock(pre["attention"], attention, post["attention"]),
+        ServedBlock(pre["mlp"], mlp, post["mlp"]),
     ]

@@ -24,12 +24,14 @@ from llmb.serve.rank_groups import ExpertGroup, RankGroup
 from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import WeightShard, WeightSource
 
+MATRICES = ("gate", "up", "down")
 EXPERT_FORMATS: dict[Format, ExpertFormat] = {
     "plain": "plain",
     "fp8_tensor": "per_token",  # equal scales of all outputs; activations have per-token scales
     "fp8_channel": "per_token",
     "fp8_block": "1x128",
     "nvfp4": "nvfp4",  # stored in 4 bits, unlike dense layers: most of the model is num_local
+    "mxfp4": "mxfp4",
 }
 
 
@@ -40,10 +42,14 @@ class ServedRouter:
         self.experts = moe_config(model)
         self.weight_EC = weights.load(f"{name}.weight")
         self.bias_E = weights.load(f"{name}.bias").float() if self.experts.score == "sigmoid" else None
+        self.logit_bias_E = weights.load(f"{name}.logit_bias").float() if self.experts.bias else None
 
     def __call__(self, x_NC: Tensor, slot_mapping_N: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return weights and expert indices, both [N, K]; padding (a negative slot mapping) is routed nowhere."""
-        return route(self._logits(x_NC), self.bias_E, self.experts, slot_mapping_N)
+        logits_NE = self._logits(x_NC)
+        if self.logit_bias_E is not None:
+            logits_NE += self.logit_bias_E
+        return route(logits_NE, self.bias_E, self.experts, slot_mapping_N)
 
     def _logits(self, x_NC: Tensor) -> Tensor:
         if x_NC.is_cuda and x_NC.dtype == self.weight_EC.dtype == torch.bfloat16:
@@ -81,6 +87,10 @@ class ServedMoe:
         _fill(self.gate_up, weights, f"{name}.gate.weight", 1, 0, expert_format, expert_group)
         _fill(self.gate_up, weights, f"{name}.up.weight", 1, width, expert_format, expert_group)
         _fill(self.down, weights, f"{name}.down.weight", 2, 0, expert_format, expert_group)
+        if experts.bias:
+            gate, up, down = (_load_bias(weights, f"{name}.{m}.bias", dtype, expert_group) for m in MATRICES)
+            self.gate_up = self.gate_up._replace(bias=torch.cat((gate, up), dim=1))
+            self.down = self.down._replace(bias=down)
         self.activation, self.dtype, self.group = model.activation, dtype, expert_group
         self.shared: ServedGatedMlp | None = None
         if experts.shared:
@@ -118,6 +128,14 @@ def _fill(
     shard_EOI = WeightShard(width_dim, group.tp.index, group.tp.size).slice(weight_EOI)
     for expert, weight_OI in enumerate(shard_EOI):
         fill_expert_rows(target, expert, start, weight_OI, per_tensor=format == "fp8_tensor")
+
+
+def _load_bias(weights: WeightSource, name: str, dtype: torch.dtype, group: ExpertGroup) -> Tensor:
+    """Load the biases of this rank's experts; of ranks that share an expert's width, the first adds those of down."""
+    bias_EO = weights.load(name, WeightShard(0, group.index, group.size)).to(dtype)
+    if not name.endswith("down.bias"):
+        return WeightShard(1, group.tp.index, group.tp.size).slice(bias_EO)
+    return bias_EO if group.tp.index == 0 else torch.zeros_like(bias_EO)
 
 
 def _shard_format(format: Format, model: Model, group: ExpertGroup) -> Format:

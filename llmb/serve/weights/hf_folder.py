@@ -15,12 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, from_hf_config, to_hf_config
 from llmb.config.serialization import read_json
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import ARCHITECTURES, Network
-from llmb.models.hf_config import HF_ARCHITECTURES, from_hf_config, to_hf_config
-from llmb.models.hf_weights import HF_PREFIXES, hf_names, hf_tensors, stored_tensors, summarize_names
+from llmb.models.hf_layout import ExpertStackLayout
+from llmb.models.hf_weights import (
+    HF_PREFIXES,
+    FileTensor,
+    hf_names,
+    hf_tensors,
+    mxfp4_names,
+    stored_tensors,
+    summarize_names,
+)
 from llmb.serve.weights.hf_quantized import Folder, OpenFiles, Region, read_dequantized, stored_format, tensor_error
 from llmb.serve.weights.weight_source import WeightShard
 
@@ -42,27 +51,45 @@ class HfFolderWeights:
         self._shapes = {name: [*tensor.shape] for name, tensor in network.state_dict().items()}
         self._fp32_names = {name for name, _ in network.named_buffers()}  # buffers stay in fp32
         self._names = hf_names(network)
-        self._orders = type(network).hf_layouts(model)
+        self._layouts = type(network).hf_layouts(model)
         self._stored: Folder = stored_tensors(folder)
-        expected = {name: [*tensor.shape] for name, tensor in hf_tensors(network).items()}
-        ignored = _check_names(folder, model, expected, self._stored)
-        _check_tensors(folder, expected, self._stored)
+        tensors = hf_tensors(network)
+        self._first_rows = _first_rows(tensors.values())
+        self._expected = {name: tensor.shape for name, tensor in tensors.items()}
+        ignored = _check_names(folder, model, self._expected, self._stored)
+        _check_tensors(folder, self._expected, self._stored)
         self.notes = _notes(ignored)
 
     def load(self, name: str, shard: WeightShard | None = None) -> Tensor:
         """Return the tensor or a shard on the device; in `dtype`, or in fp32 if it was stored quantized."""
-        order = self._orders.get(name)
+        layout = self._layouts.get(name)
         with OpenFiles() as files:
-            region = _region(self._shapes[name], None if order else shard)
-            tensor = self._read(name, region, files)
-        if order:  # the rows of a shard are scattered over the file
-            tensor = order.from_hf(tensor)
+            if isinstance(layout, ExpertStackLayout):
+                return self._read_stack(name, layout, shard, files)
+            tensor = self._read(name, _region(self._shapes[name], None if layout else shard), files)
+        if layout:  # the rows of a shard are scattered over the file
+            tensor = layout.from_hf(tensor)
             tensor = tensor if shard is None else shard.slice(tensor).contiguous()
         return tensor
+
+    def _read_stack(self, name: str, layout: ExpertStackLayout, shard: WeightShard | None, files: OpenFiles) -> Tensor:
+        """Read a shard of experts, one by one: two or more of our tensors may be one in the file."""
+        assert shard is None or shard.dim == 0, "experts are read whole"
+        hf_name, (experts, *within) = self._names[name], _region(self._shapes[name], shard)
+        shape = [experts.stop - experts.start, *(rows.stop for rows in within)]
+        stack = torch.empty(shape, dtype=self._dtype_of(name, hf_name), device=self._device)
+        file_shape = self._expected[hf_name]
+        for index, expert in enumerate(range(experts.start, experts.stop)):
+            region = (slice(expert, expert + 1), *(slice(0, size) for size in file_shape[1:]))
+            file_tensor = read_dequantized(hf_name, region, self._stored, files, self._device)
+            stack[index].copy_(layout.from_hf(file_tensor)[0])
+        return stack
 
     def _read(self, name: str, region: Region, files: OpenFiles) -> Tensor:
         hf_name = self._names[name]
         if "{expert}" not in hf_name:
+            if first := self._first_rows.get(name, 0):
+                region = (slice(region[0].start + first, region[0].stop + first), *region[1:])
             tensor = read_dequantized(hf_name, region, self._stored, files, self._device)
             return tensor.to(
                 self._dtype_of(name, hf_name), copy=True
@@ -78,6 +105,17 @@ class HfFolderWeights:
     def _dtype_of(self, name: str, hf_name: str) -> torch.dtype:
         quantized = stored_format(hf_name, self._stored) != "unquantized"
         return torch.float32 if quantized or name in self._fp32_names else self._dtype
+
+
+def _first_rows(tensors: Iterable[FileTensor]) -> dict[str, int]:
+    """Return where the rows of our tensors begin in those of files that hold several, by our name."""
+    rows = {}
+    for tensor in tensors:
+        start = 0
+        for name, part in zip(tensor.names, tensor.parts, strict=True) if len(tensor.parts) > 1 else ():
+            rows[name] = start
+            start += len(part)
+    return rows
 
 
 def _region(shape: list[int], shard: WeightShard | None) -> Region:
@@ -116,8 +154,9 @@ def _check_model(model: Model, folder: Path) -> None:
 def _check_names(folder: Path, model: Model, expected: Iterable[str], stored: Folder) -> list[str]:
     """Check that no tensor is missing and none is unknown; return the names of those that are ignored."""
     expected = set(expected)
-    missing = sorted(expected - stored.keys())
+    missing = sorted(name for name in expected - stored.keys() if not set(mxfp4_names(name)) <= stored.keys())
     scales = {f"{name.removesuffix('weight')}{scale}" for name in expected for scale in SCALES}
+    scales |= {part for name in expected - stored.keys() for part in mxfp4_names(name)}
     unexpected = sorted(stored.keys() - expected - scales)
     ignored = [name for name in unexpected if name.endswith(IGNORED_SUFFIXES) or _is_mtp_tensor(name, model)]
     extra = sorted(set(unexpected) - set(ignored))

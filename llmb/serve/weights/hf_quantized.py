@@ -6,6 +6,7 @@
 | F8_E4M3 | NAME_scale_inv, fp32, one for each 128 x 128 | DeepSeek |
 | F8_E4M3 | NAME_scale, fp32, one for all or one for each row | ModelOpt |
 | U8, two e2m1 numbers a byte | NAME_scale, e4m3, one for each 16; NAME_scale_2, fp32, one for all | ModelOpt (NVFP4) |
+| NAME_blocks, U8, two e2m1 numbers a byte | NAME_scales, e8m0, one for each 32 | OpenAI (MXFP4 experts) |
 
 All scales are multiplied with: `scale_inv` is the inverse of the factor a weight was quantized with.
 
@@ -20,12 +21,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llmb.models.hf_weights import StoredTensor, open_safetensors
+from llmb.models.hf_weights import StoredTensor, mxfp4_names, open_safetensors
 from llmb.ops.quant.activation_quant import GROUP
+from llmb.ops.quant.mxfp4 import MXFP4_GROUP, Mxfp4, dequantize_mxfp4
 from llmb.ops.quant.nvfp4 import NVFP4_GROUP, Nvfp4, dequantize_nvfp4
 
 UNQUANTIZED = ("BF16", "F16", "F32")
-StoredFormat = Literal["unquantized", "fp8_block", "fp8_scaled", "nvfp4"]
+StoredFormat = Literal["unquantized", "fp8_block", "fp8_scaled", "nvfp4", "mxfp4"]
 Region = tuple[slice, ...]  # start and stop in each dimension
 Folder = dict[str, StoredTensor]
 
@@ -51,6 +53,8 @@ class OpenFiles(ExitStack):
 
 def stored_format(name: str, folder: Folder) -> StoredFormat | None:
     """Return the format by the dtype and the scales; None if it is unknown."""
+    if name not in folder:
+        return "mxfp4" if all(part in folder and folder[part].dtype == "U8" for part in mxfp4_names(name)) else None
     dtype = folder[name].dtype
     if dtype in UNQUANTIZED:
         return "unquantized"
@@ -65,9 +69,10 @@ def stored_format(name: str, folder: Folder) -> StoredFormat | None:
 
 def tensor_error(name: str, shape: list[int], folder: Folder) -> str | None:
     """Return what is wrong with a tensor that should have this shape once dequantized, or None."""
-    stored, format = folder[name], stored_format(name, folder)
+    format = stored_format(name, folder)
     if format is None:
-        return f"{name} ({stored.dtype} without its scales)"
+        blocks, _ = mxfp4_names(name)
+        return f"{name} ({folder[name if name in folder else blocks].dtype} without its scales)"
     expected = {name: [shape]}
     if format == "fp8_block":
         expected[f"{name}_scale_inv"] = [[-(-size // GROUP) for size in shape]]
@@ -79,6 +84,10 @@ def tensor_error(name: str, shape: list[int], folder: Folder) -> str | None:
             f"{name}_scale": [[*shape[:-1], shape[-1] // NVFP4_GROUP]],
             f"{name}_scale_2": [[], [1]],
         }
+    elif format == "mxfp4":
+        experts, inputs, outputs = shape  # unquantized stacks are transposed
+        groups = [experts, outputs, inputs // MXFP4_GROUP]
+        expected = dict(zip(mxfp4_names(name), ([[*groups, MXFP4_GROUP // 2]], [groups]), strict=True))
     for tensor, shapes in expected.items():
         if folder[tensor].shape not in shapes:
             return f"{tensor} {folder[tensor].shape} (the model has {shapes[0]})"
@@ -123,9 +132,19 @@ def _read_nvfp4(name: str, region: Region, folder: Folder, files: OpenFiles, dev
     return dequantize_nvfp4(stored)[:, offset : offset + columns.stop - columns.start]
 
 
+def _read_mxfp4(name: str, region: Region, folder: Folder, files: OpenFiles, device: torch.device) -> Tensor:
+    """Read some experts; their matrices are transposed, as in an unquantized stack."""
+    blocks, scales = (
+        files.read(part, folder, (region[0], *(slice(0, size) for size in folder[part].shape[1:]))).to(device)
+        for part in mxfp4_names(name)
+    )
+    return dequantize_mxfp4(Mxfp4(blocks.flatten(-2), scales)).mT
+
+
 _READERS = {
     "unquantized": _read_unquantized,
     "fp8_block": _read_fp8_block,
     "fp8_scaled": _read_fp8_scaled,
     "nvfp4": _read_nvfp4,
+    "mxfp4": _read_mxfp4,
 }

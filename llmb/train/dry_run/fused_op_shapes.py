@@ -62,7 +62,9 @@ class _SegmentAttention:
         queries, heads, width = block.q_NHD.shape
         pairs = float(queries * len(block.k_KGD))
         if block.causal:
-            pairs = sum(length * length * (1 - self._masked) for length in block.lengths)
+            keys = [min(length, block.window or length) for length in block.lengths]
+            counts = zip(block.lengths, keys, strict=True)
+            pairs = sum(length * seen - seen * seen * self._masked for length, seen in counts)
         self._count(times * 4 * heads * width * pairs)
 
 
@@ -82,6 +84,6 @@ def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[No
     segment_kernel = _SegmentAttention(convention, count)
     with (
         patch.object(F, "scaled_dot_product_attention", attention),
-        patch.object(segment_attention, "kernel_for", lambda _q, _spans: segment_kernel),
+        patch.object(segment_attention, "kernel_for", lambda _q, _segments, _window=None: segment_kernel),
     ):
         yield

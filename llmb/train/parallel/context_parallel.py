@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmb.models.architectures import Network
 from llmb.models.blocks import Attention
 from llmb.models.mla import MLAAttention
+from llmb.ops.attention.attention_sinks import add_sinks_, sink_gradient
 from llmb.ops.attention.segment_attention import (
     KEY_BLOCK,
     Segment,
@@ -36,6 +37,9 @@ from llmb.ops.attention.segment_attention import (
     causal_forward,
     context_backward,
     context_forward,
+    shorter_window,
+    windowed_backward,
+    windowed_forward,
 )
 from llmb.ops.attention.softcap_attention import softcap_attention
 from llmb.runtime.flat_collectives import all_gather_flat, reduce_scatter_flat
@@ -131,6 +135,7 @@ class ContextParallel:
         sequences: int,
         scale: float,
         key_block: int = KEY_BLOCK,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return output and log-sum-exp of this rank's queries, and the gathered keys and values.
 
@@ -139,6 +144,9 @@ class ContextParallel:
         """
         segments, width = self.segments(sequences, len(q_NHD) // sequences), q_NHD.shape[-1]
         pending = self._start_gather(k_NGD, v_NGD)
+        if (window := shorter_window(segments, window)) is not None:
+            k_TGD, v_TGD = self._in_sequence_order(pending, sequences)
+            return *windowed_forward(q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, segments, scale, window), k_TGD, v_TGD
         out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, _padded(v_NGD, width), segments, scale)
         k_TGD, v_TGD = self._in_sequence_order(pending, sequences)
         del pending  # its buffers
@@ -156,9 +164,19 @@ class ContextParallel:
         sequences: int,
         scale: float,
         key_block: int = KEY_BLOCK,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this rank's queries, keys and values, newly allocated."""
         segments = self.segments(sequences, len(q_NHD) // sequences)
+        if (window := shorter_window(segments, window)) is not None:
+            k_NGD, v_NGD = self.shard(k_TGD, sequences), self.shard(v_TGD, sequences)
+            dk_TGD, dv_TGD = torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
+            dq_NHD, *chunk_grads = windowed_backward(
+                dout_NHD, q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dk_TGD, dv_TGD, scale, window
+            )
+            reduced = self.reduce_scatter(dk_TGD, dv_TGD, sequences)
+            dk_NGD, dv_NGD = (x.to(q_NHD.dtype).add_(y) for x, y in zip(chunk_grads, reduced, strict=True))
+            return dq_NHD.to(q_NHD.dtype), dk_NGD, dv_NGD
         width, value_width = q_NHD.shape[-1], v_TGD.shape[-1]
         dout_NHD, out_NHD, v_TGD = (_padded(x, width) for x in (dout_NHD, out_NHD, v_TGD))
         dq_NHD = torch.zeros_like(q_NHD)
@@ -232,6 +250,8 @@ def cp_attention(
     v_BHQD: Tensor,
     scale: float | None = None,
     softcap: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `causal_attention` of this rank's two chunks over the full sequences.
 
@@ -242,14 +262,14 @@ def cp_attention(
     sequences, queries = len(q_BHQD), q_BHQD.shape[2]
     q_NHD, k_NGD, v_NGD = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q_BHQD, k_BHQD, v_BHQD))
     if softcap is None:
-        out_NHD = _Attention.apply(cp, sequences, scale, q_NHD, k_NGD, v_NGD)
+        out_NHD = _Attention.apply(cp, sequences, scale, window, q_NHD, k_NGD, v_NGD, sinks_H)
         return out_NHD.unflatten(0, (sequences, queries)).transpose(1, 2)
     k_TGD, v_TGD = _GatherKeyValues.apply(cp, sequences, k_NGD, v_NGD)
     k_BHTD, v_BHTD = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (k_TGD, v_TGD))
     outputs = []
     for index, q_BHPD in zip(chunk_indices(cp.rank, cp.ranks), q_BHQD.chunk(2, dim=2), strict=True):
         end = (index + 1) * q_BHPD.shape[2]
-        outputs.append(softcap_attention(q_BHPD, k_BHTD[:, :, :end], v_BHTD[:, :, :end], scale, softcap))
+        outputs.append(softcap_attention(q_BHPD, k_BHTD[:, :, :end], v_BHTD[:, :, :end], scale, softcap, window))
     return torch.cat(outputs, dim=2)
 
 
@@ -258,18 +278,32 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cp: ContextParallel, sequences: int, scale: float, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor
+        ctx: Any,
+        cp: ContextParallel,
+        sequences: int,
+        scale: float,
+        window: int | None,
+        q_NHD: Tensor,
+        k_NGD: Tensor,
+        v_NGD: Tensor,
+        sinks_H: Tensor | None,
     ) -> Tensor:
-        out_NHD, lse_HN, k_TGD, v_TGD = cp.attention_forward(q_NHD, k_NGD, v_NGD, sequences, scale)
-        ctx.cp, ctx.sequences, ctx.scale = cp, sequences, scale
-        ctx.save_for_backward(q_NHD, k_TGD, v_TGD, out_NHD, lse_HN)
+        out_NHD, lse_HN, k_TGD, v_TGD = cp.attention_forward(q_NHD, k_NGD, v_NGD, sequences, scale, window=window)
+        if sinks_H is not None:
+            lse_HN = add_sinks_(out_NHD, lse_HN, sinks_H)
+        ctx.cp, ctx.sequences, ctx.scale, ctx.window = cp, sequences, scale, window
+        ctx.save_for_backward(q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, sinks_H)
         return out_NHD
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout_NHD: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.cp.attention_backward(dout_NHD.contiguous(), *ctx.saved_tensors, ctx.sequences, ctx.scale)
-        return None, None, None, *grads
+        *saved, sinks_H = ctx.saved_tensors
+        dout_NHD = dout_NHD.contiguous()
+        grads = ctx.cp.attention_backward(dout_NHD, *saved, ctx.sequences, ctx.scale, window=ctx.window)
+        out_NHD, lse_HN = saved[-2:]
+        dsinks_H = None if sinks_H is None else sink_gradient(dout_NHD, out_NHD, lse_HN, sinks_H)
+        return None, None, None, None, *grads, dsinks_H
 
 
 class _GatherKeyValues(torch.autograd.Function):

@@ -66,6 +66,8 @@ def _shard_experts(layer: GroupedLinear, mesh: Mesh, dim: int) -> None:
     """Keep this rank's experts, and of each its slice along dimension `dim`."""
     cuts = [(0, mesh.index("ep"), mesh.size("ep")), (dim, mesh.index("etp"), mesh.size("etp"))]
     layer.weight = local_parameter(layer.weight, cuts, "edp")
+    if layer.bias is not None:  # etp, whose ranks would each add it, is refused with biases: `parallel_layout.py`
+        layer.bias = local_parameter(layer.bias, cuts[:1], "edp")
 
 
 class ExpertDispatcher:

@@ -28,7 +28,10 @@ from llmb.train.parallel.vocab_parallel import apply_vocab_parallel
 COLUMN, ROW = 0, 1  # sharded dimension of a weight [out, in] that is column-parallel or row-parallel
 # The sharded dimension of the parameters of each kind of block; all others are replicated.
 TP_PLAN: dict[type[nn.Module], dict[str, int]] = {
-    Attention: {"q.weight": COLUMN, "k.weight": COLUMN, "v.weight": COLUMN, "o.weight": ROW},
+    Attention: {
+        **dict.fromkeys(("q.weight", "k.weight", "v.weight", "q_bias", "k_bias", "v_bias", "sinks"), COLUMN),
+        "o.weight": ROW,
+    },
     MLAAttention: {"q_up.weight": COLUMN, "kv_up.weight": COLUMN, "o.weight": ROW},
     GatedMlp: {"gate.weight": COLUMN, "up.weight": COLUMN, "down.weight": ROW},
     PlainMlp: {"up.weight": COLUMN, "down.weight": ROW},
@@ -83,6 +86,8 @@ def _add_collectives(block: nn.Module, tp: DeviceMesh) -> None:
             latent.register_forward_hook(lambda _module, _args, latent_BTR: all_gather(latent_BTR, tp, dim))
     else:
         block.register_forward_pre_hook(lambda _module, args: (all_gather(args[0], tp, dim), *args[1:]))
+    if isinstance(block, Attention):
+        block.o_bias_scale = 1 / tp.size()  # partial outputs are summed
     block.register_forward_hook(lambda _module, _args, out: reduce_scatter(out, tp, dim))
 
 

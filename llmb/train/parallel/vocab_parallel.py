@@ -38,6 +38,7 @@ def vocab_parallel_cross_entropy(
     first: int,
     chunk: int = CHUNK_TOKENS,
     accum_dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the mean loss over all tokens, equal on every rank, of hidden states sharded along the sequence.
 
@@ -46,7 +47,9 @@ def vocab_parallel_cross_entropy(
     """
     hidden_NC = all_gather(x_BTC.flatten(0, 1), tp, dim=0)
     labels_N = labels_BT.unflatten(1, (tp.size(), -1)).transpose(0, 1).flatten()
-    return chunked_cross_entropy(hidden_NC, rows_VC, labels_N, chunk, first, partial(_combine_lse, tp), accum_dtype)
+    return chunked_cross_entropy(
+        hidden_NC, rows_VC, labels_N, chunk, first, partial(_combine_lse, tp), accum_dtype, softcap
+    )
 
 
 def _combine_lse(tp: DeviceMesh, both_2N: Tensor) -> tuple[Tensor, Tensor]:

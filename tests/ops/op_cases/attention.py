@@ -73,15 +73,29 @@ def rope_cache(g: Generator, d: device, n: int, has_rope: bool) -> Arguments:
     paged_attention, *((s, cap) for s in (DECODES, PREFILLS, CONTINUED, MIXED) for cap in (None, 2.0)), tolerance=2e-5
 )
 @cases(paged_attention, (DECODES, None, 512), tolerance=2e-5)  # four KV splits
+@cases(paged_attention, (MIXED, None, None, 9), (DECODES, 2.0, 512, 20), (PREFILLS, None, None, 17), tolerance=2e-5)
 def paged(
-    g: Generator, d: device, sequences: Sequences, softcap: float | None, max_seq_len: int | None = None
-) -> Arguments:
+    g: Generator, d: device, sequences: Sequences, softcap: float | None, max_seq_len: int | None = None,
+    window: int | None = None,
+) -> Arguments:  # fmt: skip
     metadata, slots = step(g, d, sequences)
     metadata = replace(metadata, max_seq_len=max_seq_len or metadata.max_seq_len)
     cache = kv_cache(g, d)
     qkv = randn(g, d, len(slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     q, k, v = rope_and_cache.reference(qkv, None, None, cache, slots)
-    return (q, k, v, cache, metadata, SCALE, softcap), {}
+    return (q, k, v, cache, metadata, SCALE, softcap, window), {}
+
+
+# Sequences, sliding window, longest sequence that a CUDA graph expects: it decides the KV splits.
+@cases(
+    paged_attention, (DECODES, None), (DECODES, 20, 512), (DECODES, None, 512), (MIXED, 9), (CONTINUED, None),
+    tolerance=2e-5,
+)  # fmt: skip
+def paged_with_sinks(
+    g: Generator, d: device, sequences: Sequences, window: int | None, max_seq_len: int | None = None
+) -> Arguments:
+    arguments, _ = paged(g, d, sequences, None, max_seq_len, window)
+    return (*arguments, randn(g, d, HEADS, scale=2)), {}
 
 
 # The heads of Llama 8b.
@@ -118,17 +132,27 @@ LONG_DECODES: Sequences = ((149, 1), (0, 1), (16, 1), (96, 1))
 @cases(
     decode_attention, (DECODES, True, None), (DECODES, False, 2.0),
     (LONG_DECODES, True, 2.0, 256, 0.5, 6), (LONG_DECODES, False, None, 512),
+    (LONG_DECODES, True, None, 512, 1.0, HEADS, 40), (DECODES, False, None, 64, 1.0, HEADS, 1),
     tolerance=5e-3 if torch.cuda.is_available() else 2e-5,  # on a GPU its products are in tf32
 )  # fmt: skip
 def decode(
     g: Generator, d: device, sequences: Sequences, has_rope: bool, softcap: float | None,
-    max_seq_len: int = 64, key_scale: float = 1.0, heads: int = HEADS,
+    max_seq_len: int = 64, key_scale: float = 1.0, heads: int = HEADS, window: int | None = None,
 ) -> Arguments:  # fmt: skip
     metadata, slots = step(g, d, sequences, blocks=48)
     qkv = randn(g, d, len(slots), (heads + 2 * KV_HEADS) * HEAD_DIM)
     table = rope_tables(g, d, len(slots), HEAD_DIM) if has_rope else (None, None)
     cache = replace(kv_cache(g, d, 48), key_scale=key_scale, value_scale=1 / key_scale)
-    return (qkv, *table, cache, slots, replace(metadata, max_seq_len=max_seq_len), SCALE, softcap), {}
+    return (qkv, *table, cache, slots, replace(metadata, max_seq_len=max_seq_len), SCALE, softcap, window), {}
+
+
+@cases(
+    decode_attention, (DECODES, 64, None), (LONG_DECODES, 512, None), (LONG_DECODES, 512, 40),
+    tolerance=5e-3 if torch.cuda.is_available() else 2e-5,
+)  # fmt: skip
+def decode_with_sinks(g: Generator, d: device, sequences: Sequences, max_seq_len: int, window: int | None) -> Arguments:
+    arguments, _ = decode(g, d, sequences, True, None, max_seq_len, window=window)
+    return (*arguments, randn(g, d, HEADS, scale=2)), {}
 
 
 @cases(merge_attn_states, (13, 6, 16), (8, 4, 24), tolerance=1e-5)

@@ -127,6 +127,19 @@ def routed_tokens(
     return (x, routing, gate_up, down, "silu" if hidden == 256 else "gelu", torch.float32), {}
 
 
+@cases(fused_moe, ("plain", 3, 48, 80), ("mxfp4", 5, 64, 96), ("mxfp4", 40, 256, 128), tolerance=1e-5)
+@cases(fused_moe, ("per_token", 3, 256, 128), ("1x128", 3, 256, 128), tolerance=5e-3)
+def experts_with_biases(
+    g: Generator, d: device, expert_format: ExpertFormat, tokens: int, hidden: int, ffn: int
+) -> Arguments:
+    """The experts of gpt-oss."""
+    gate_up = expert_weights(g, d, (4, 2 * ffn, hidden), expert_format)._replace(bias=randn(g, d, 4, 2 * ffn))
+    down = expert_weights(g, d, (4, hidden, ffn), expert_format)._replace(bias=randn(g, d, 4, hidden))
+    routing = Routing(torch.rand(tokens, 2, generator=g).to(d), uneven_topk_ids(g, d, tokens, 2, 4), experts=4)
+    x = quantize_activation.reference(randn(g, d, tokens, hidden), gate_up.quant_format)
+    return (x, routing, gate_up, down, "swigluoai", torch.float32), {}
+
+
 @cases(fused_moe, tolerance=1e-5)
 def tokens_routed_twice_to_one_expert(g: Generator, d: device) -> Arguments:
     """No router selects this, but a row of padding may hold anything."""

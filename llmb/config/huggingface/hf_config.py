@@ -12,24 +12,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from llmb.config.huggingface.dense_models import DENSE_MODELS
+from llmb.config.huggingface.hf_fields import (
+    ACTIVATIONS,
+    SIZE_FIELDS,
+    HfConfig,
+    check_supported,
+    from_hf,
+    positive_int,
+    read_activation,
+    required,
+    to_hf,
+)
+from llmb.config.huggingface.hf_rope import from_hf_rope, to_hf_rope
+from llmb.config.huggingface.llama_like import same_layers
+from llmb.config.huggingface.mixtures import MIXTURES
 from llmb.config.serialization import build, convert, read_json
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.spec import Model
 from llmb.errors import ConfigError, UnknownName
 
-HfConfig = dict[str, Any]
-
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
+# Our field -> field of config.json, by part of a model.
 LAYER_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
-# Our field -> field of config.json: of every model, then of its parts.
-SIZE_FIELDS = {
-    "vocab": "vocab_size",
-    "hidden": "hidden_size",
-    "ffn": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "tied_embeddings": "tie_word_embeddings",
-}
 MOE_FIELDS = {
     "count": "n_routed_experts",
     "top_k": "num_experts_per_tok",
@@ -57,12 +60,6 @@ MAMBA_FIELDS = {
     "chunk": "chunk_size",
     "conv": "conv_kernel",
 }
-SCALED_ROPE_FIELDS = {"factor": "factor", "original_tokens": "original_max_position_embeddings"}
-ROPE_FIELDS = {
-    "llama3": SCALED_ROPE_FIELDS | {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
-    "yarn": SCALED_ROPE_FIELDS
-    | {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale_all_dim": "mscale_all_dim"},
-}
 # Field of config.json -> the only supported value, which is also its default.
 SUPPORTED_VALUES: HfConfig = {
     "attention_bias": False,
@@ -82,6 +79,7 @@ SUPPORTED_VALUES: HfConfig = {
 }
 # Other names that `transformers` reads -> field of config.json.
 ALIASES: dict[str, dict[str, str]] = {
+    **{model_type: dict(mixture.aliases) for model_type, mixture in MIXTURES.items()},
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
     "nemotron_h": {
         "layer_types": "layers_block_type",
@@ -99,9 +97,7 @@ def to_hf_config(model: Model) -> HfConfig:
     if model.architecture not in _WRITERS:
         raise ConfigError(f"{model.architecture} has no config.json; architectures with one: {', '.join(_WRITERS)}")
     tokenizer_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = (
-        _to_hf(model, SIZE_FIELDS) | {"attention_bias": False} | _WRITERS[model.architecture](model) | tokenizer_ids
-    )
+    config = to_hf(model, SIZE_FIELDS) | {"attention_bias": False} | _WRITERS[model.architecture](model) | tokenizer_ids
     _check_lossless(model, from_hf_config(config))
     return config
 
@@ -111,15 +107,35 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
     model_type = convert(dict[str, Any], config, "config.json").get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
         raise UnknownName("model_type of config.json:", model_type, _READERS)
+    if model_type == "gemma3" and isinstance(config.get("text_config"), dict):  # with a vision tower: the text model
+        model_type, config = "gemma3_text", config["text_config"]
     config = _without_aliases(config, ALIASES.get(model_type, {}))
-    _check_supported(config, SUPPORTED_VALUES)
-    fields = _READERS[model_type]({"tie_word_embeddings": False, **config})
+    read_fields = next((dense.read_fields for dense in DENSE_MODELS.values() if dense.hf_type == model_type), set())
+    if model_type in MIXTURES:
+        read_fields = set(MIXTURES[model_type].read_fields)
+    check_supported(config, {field: value for field, value in SUPPORTED_VALUES.items() if field not in read_fields})
+    fields = _READERS[model_type](_with_defaults(config, model_type))
     return build(Model, {"name": name or model_type, **fields}, "config.json")
 
 
-def load_hf_config(folder: Path) -> Model:
-    """Return the model of a folder in Hugging Face's layout."""
-    return from_hf_config(read_json(folder / "config.json"), folder.resolve().name)
+def load_hf_config(path: Path) -> Model:
+    """Return the model of a folder in Hugging Face's layout, or of a config.json."""
+    path = path.resolve()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"cannot read {file}: no such file")
+    generic = file.name == "config.json"
+    return from_hf_config(read_json(file), file.parent.name if generic else file.stem)
+
+
+def _with_defaults(config: HfConfig, model_type: str) -> HfConfig:
+    """Return the fields with those of embeddings, which config.json leaves out where they have their default."""
+    tied = any(
+        dense.defaults.get("tie_word_embeddings", False)
+        for dense in DENSE_MODELS.values()
+        if dense.hf_type == model_type
+    )
+    return {"tie_word_embeddings": tied, **config}
 
 
 def _without_aliases(config: HfConfig, aliases: dict[str, str]) -> HfConfig:
@@ -137,36 +153,6 @@ def _without_aliases(config: HfConfig, aliases: dict[str, str]) -> HfConfig:
     return renamed
 
 
-def _check_supported(config: HfConfig, values: HfConfig) -> None:
-    """Reject the first field whose value is not the supported one."""
-    for field, supported in values.items():
-        if config.get(field, supported) != supported:
-            raise ConfigError(f"config.json: {field}={config[field]} is not supported; only {supported} is")
-
-
-def _to_llama(model: Model) -> HfConfig:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "head_dim": model.head_dim,
-        "hidden_act": ACTIVATIONS[model.activation],
-        "mlp_bias": False,
-        "rms_norm_eps": model.norm_eps,
-        **_to_hf_rope(model),
-    }
-
-
-def _from_llama(config: HfConfig) -> dict[str, Any]:
-    return _from_hf(config, SIZE_FIELDS) | {
-        "architecture": "llama",
-        "head_dim": config.get("head_dim")
-        or _positive_int(config, "hidden_size") // _positive_int(config, "num_attention_heads"),
-        "activation": _activation(config, "hidden_act"),
-        "norm_eps": _required(config, "rms_norm_eps"),
-        "rope": _from_hf_rope(config),
-    }
-
-
 def _to_deepseek(model: Model) -> HfConfig:
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -176,29 +162,29 @@ def _to_deepseek(model: Model) -> HfConfig:
         "rope_interleave": True,
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 0,
-        **_to_hf(model.mla, MLA_FIELDS),
-        **_to_hf(model.experts, MOE_FIELDS),
-        **_to_hf_rope(model),
+        **to_hf(model.mla, MLA_FIELDS),
+        **to_hf(model.experts, MOE_FIELDS),
+        **to_hf_rope(model),
     }
 
 
 def _from_deepseek(config: HfConfig) -> dict[str, Any]:
     _check_routing(config)
-    return _from_hf(config, SIZE_FIELDS) | {
+    return from_hf(config, SIZE_FIELDS) | {
         "architecture": "deepseek",
-        "head_dim": _required(config, "v_head_dim"),
-        "activation": _activation(config, "hidden_act"),
-        "norm_eps": _required(config, "rms_norm_eps"),
-        "rope": _from_hf_rope(config),
-        "experts": _from_hf({"scoring_func": "sigmoid", **config}, MOE_FIELDS),
-        "mla": _from_hf(config, MLA_FIELDS),
+        "head_dim": required(config, "v_head_dim"),
+        "activation": read_activation(config, "hidden_act"),
+        "norm_eps": required(config, "rms_norm_eps"),
+        "rope": from_hf_rope(config),
+        "experts": from_hf({"scoring_func": "sigmoid", **config}, MOE_FIELDS),
+        "mla": from_hf(config, MLA_FIELDS),
     }
 
 
 def _check_routing(config: HfConfig) -> None:
     """Reject group-limited routing that leaves a token fewer experts than it is routed to."""
     names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
-    count, groups, top_groups, top_k = (_positive_int(config, name) for name in names)
+    count, groups, top_groups, top_k = (positive_int(config, name) for name in names)
     if top_k > count // groups * top_groups:
         raise ConfigError(
             f"config.json: num_experts_per_tok={top_k} is more than the {count // groups * top_groups} experts in "
@@ -217,77 +203,46 @@ def _to_nemotron_h(model: Model) -> HfConfig:
         "use_conv_bias": True,
         "layer_norm_epsilon": model.norm_eps,
         "hybrid_override_pattern": model.pattern,
-        **_to_hf(model.mamba, MAMBA_FIELDS),
+        **to_hf(model.mamba, MAMBA_FIELDS),
     }
 
 
 def _from_nemotron_h(config: HfConfig) -> dict[str, Any]:
     pattern = _pattern(config)
-    _check_supported(config, {"tie_word_embeddings": False})
-    return _from_hf({**config, "num_hidden_layers": len(pattern)}, SIZE_FIELDS) | {
+    check_supported(config, {"tie_word_embeddings": False})
+    return from_hf({**config, "num_hidden_layers": len(pattern)}, SIZE_FIELDS) | {
         "architecture": "nemotron_h",
         "pattern": pattern,
         "gated": False,
-        "head_dim": config.get("head_dim") or _required(config, "attention_head_dim"),
-        "activation": _activation(config, "mlp_hidden_act"),
-        "norm_eps": _required(config, "layer_norm_epsilon"),
+        "head_dim": config.get("head_dim") or required(config, "attention_head_dim"),
+        "activation": read_activation(config, "mlp_hidden_act"),
+        "norm_eps": required(config, "layer_norm_epsilon"),
         "rope": None,
-        "mamba": _from_hf(config, MAMBA_FIELDS),
+        "mamba": from_hf(config, MAMBA_FIELDS),
     }
 
 
 _WRITERS: dict[str, Callable[[Model], HfConfig]] = {
-    "llama": _to_llama,
+    **{architecture: dense.write for architecture, dense in DENSE_MODELS.items()},
+    **{architecture: mixture.write for architecture, mixture in MIXTURES.items()},
     "deepseek": _to_deepseek,
     "nemotron_h": _to_nemotron_h,
 }
 HF_ARCHITECTURES = tuple(_WRITERS)  # architectures that `transformers` has
 _READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
-    "llama": _from_llama,
+    **{dense.hf_type: dense.read for dense in DENSE_MODELS.values()},
+    "gemma3": DENSE_MODELS["gemma3"].read,
+    **{architecture: mixture.read for architecture, mixture in MIXTURES.items()},
     "deepseek_v3": _from_deepseek,
     "nemotron_h": _from_nemotron_h,
 }
-
-
-def _to_hf_rope(model: Model) -> HfConfig:
-    """Return RoPE in the older format with two fields, which newer versions of `transformers` read too."""
-    rope = model.rope or RopeConfig(theta=0.0)  # a model without RoPE is rejected when the config is read back
-    scaling = None
-    if rope.scaling != "none":
-        scaling = {"rope_type": rope.scaling, **_to_hf(rope, ROPE_FIELDS[rope.scaling])}
-    if scaling and rope.scaling == "yarn":  # no factor on cosine and sine, expressed in two ways
-        scaling |= {"attention_factor": 1.0, "mscale": rope.mscale_all_dim}
-    max_positions = round(rope.original_tokens * rope.factor)
-    return {"rope_theta": rope.theta, "rope_scaling": scaling, "max_position_embeddings": max_positions}
-
-
-def _from_hf_rope(config: HfConfig) -> dict[str, Any]:
-    """Read the older format (rope_theta, rope_scaling) or the newer one (rope_parameters)."""
-    fields: HfConfig = {"rope_theta": config.get("rope_theta", 10_000.0)}
-    for section in ("rope_scaling", "rope_parameters"):
-        fields |= convert(dict[str, Any], config.get(section) or {}, f"config.json.{section}")
-    _check_supported(fields, {"partial_rotary_factor": 1.0})
-    rope_type = str(fields.get("rope_type", fields.get("type", "default")))
-    if rope_type == "default":
-        return {"theta": fields["rope_theta"]}
-    if rope_type not in ROPE_FIELDS:
-        raise UnknownName("rope_type of config.json:", rope_type, ("default", *ROPE_FIELDS))
-    if rope_type == "yarn":
-        fields = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, **fields}
-        _check_supported(fields, {"truncate": True})  # rounding of the bounds between scaled and unscaled pairs
-        factor = fields.get("attention_factor")
-        if factor not in (None, 1.0) or (factor is None and not fields["mscale"] == fields["mscale_all_dim"] != 0):
-            raise ConfigError(
-                "config.json: yarn with a factor on cosine and sine (mscale, attention_factor) is not supported"
-            )
-    return {"theta": fields["rope_theta"], "scaling": rope_type, **_from_hf(fields, ROPE_FIELDS[rope_type])}
 
 
 def _pattern(config: HfConfig) -> str:
     """Return one letter per layer, from hybrid_override_pattern or, in newer files, layers_block_type."""
     letters = convert(str | None, config.get("hybrid_override_pattern"), "config.json.hybrid_override_pattern")
     if letters is None or config.get("layers_block_type") is not None:
-        block_types = convert(tuple[str, ...], _required(config, "layers_block_type"), "config.json.layers_block_type")
+        block_types = convert(tuple[str, ...], required(config, "layers_block_type"), "config.json.layers_block_type")
         listed = "".join(LAYER_LETTERS.get(block_type, block_type) for block_type in block_types)
         if letters not in (None, listed):
             raise ConfigError(f"config.json: hybrid_override_pattern={letters} and layers_block_type={listed} disagree")
@@ -295,37 +250,6 @@ def _pattern(config: HfConfig) -> str:
     if set(letters) - set(LAYER_LETTERS.values()):
         raise ConfigError(f"config.json: layers {letters} are not supported; choices are: {' '.join(LAYER_LETTERS)}")
     return letters
-
-
-def _activation(config: HfConfig, field: str) -> str:
-    by_hf_name = {hf_name: name for name, hf_name in ACTIVATIONS.items()}
-    hf_name = str(config.get(field))
-    if hf_name not in by_hf_name:
-        raise UnknownName(f"{field} of config.json:", hf_name, by_hf_name)
-    return by_hf_name[hf_name]
-
-
-def _to_hf(settings: object, names: dict[str, str]) -> HfConfig:
-    """Return settings under the names of config.json; missing ones are found when it is read back."""
-    return {hf_name: getattr(settings, name, None) for name, hf_name in names.items()}
-
-
-def _from_hf(config: HfConfig, names: dict[str, str]) -> dict[str, Any]:
-    return {name: _required(config, hf_name) for name, hf_name in names.items()}
-
-
-def _required(config: HfConfig, field: str) -> Any:
-    if config.get(field) is None:
-        raise ConfigError(f"config.json: field {field!r} is missing")
-    return config[field]
-
-
-def _positive_int(config: HfConfig, field: str) -> int:
-    """Return a field that must be a positive integer."""
-    number = convert(int, _required(config, field), f"config.json.{field}")
-    if number < 1:
-        raise ConfigError(f"config.json.{field}: {number} must be at least 1")
-    return number
 
 
 def _check_lossless(model: Model, restored: Model) -> None:
@@ -336,8 +260,9 @@ def _check_lossless(model: Model, restored: Model) -> None:
     if restored.experts is not None and model.experts is not None:
         restored = replace(restored, experts=replace(restored.experts, aux_loss=model.experts.aux_loss))
     if restored.rope is not None and model.rope is not None and model.rope.scaling == "none":
-        restored = replace(restored, rope=replace(model.rope, theta=restored.rope.theta))
-    original, read_back = asdict(model), asdict(restored)
+        partial = restored.rope.partial_rotary_factor
+        restored = replace(restored, rope=replace(model.rope, theta=restored.rope.theta, partial_rotary_factor=partial))
+    original, read_back = asdict(model), asdict(same_layers(model, restored))
     lost = [f"{field}={original[field]}" for field in original if original[field] != read_back[field]]
     if lost:
         raise ConfigError(f"model {model.name}: config.json of a {model.architecture} cannot express {', '.join(lost)}")

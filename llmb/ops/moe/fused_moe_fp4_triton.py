@@ -1,7 +1,8 @@
-"""MoE GEMM with NVFP4 weights (`nvfp4.py`) and unquantized activations, in Triton.
+"""MoE GEMM with NVFP4 or MXFP4 weights (`nvfp4.py`, `mxfp4.py`) and unquantized activations, in Triton.
 
 Weights are dequantized in registers, tile by tile: exponent and mantissa of a code are shifted to where fp32 has them,
-and one multiplication by the group's scale corrects the exponents. So weights take a quarter of the memory of bf16.
+and one multiplication by the group's scale corrects the exponents. So weights take a quarter of the memory of bf16,
+also on GPUs without 4-bit tensor cores.
 They are the left operand, which the tensor cores take from registers; the output tile is transposed.
 
 Shapes: as in `fused_moe_triton.py`; O outputs.
@@ -13,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmb.ops.moe.align_triton import AlignedBlocks, MoEGemmConfig, grouped_pids
-from llmb.ops.moe.expert_weights import ExpertWeights
-from llmb.ops.quant.nvfp4 import NVFP4_GROUP
+from llmb.ops.moe.expert_weights import FP4_GROUPS, ExpertWeights
 
 CONFIGS = {
     16: MoEGemmConfig(64, 128, 4, 4, 1),
@@ -23,26 +23,28 @@ CONFIGS = {
     128: MoEGemmConfig(128, 64, 8, 3, 8),
 }
 # fp32 has a bias of 127, e2m1 of 1: the correction is 2^126. With a scale of up to 448 that would overflow, so a factor
-# of 2^8 is applied at the end.
+# of 2^8 is applied at the end. Scales of MXFP4 are powers of two of any size: there half of it is.
 EARLY_FACTOR, LATE_FACTOR = tl.constexpr(2.0**118), tl.constexpr(2.0**8)
+MX_EARLY_FACTOR, MX_LATE_FACTOR = tl.constexpr(2.0**64), tl.constexpr(2.0**62)
 
 
 @triton.jit
 def _dequantize(code, scale, GROUPS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the values / 256 of codes [BLOCK_N, GROUPS * HALF], of which HALF at a time share a scale."""
+    """Return the values over the late factor of codes [BLOCK_N, GROUPS * HALF]; HALF at a time share a scale."""
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     small = tl.reshape(bits.to(tl.float32, bitcast=True), (BLOCK_N, GROUPS, HALF))
     return tl.reshape(small * scale[:, :, None], (BLOCK_N, GROUPS * HALF))
 
 
 @triton.jit(do_not_specialize=["pairs", "num_blocks"])
-def _moe_gemm_nvfp4_kernel(
-    x, weight, scales, weight_scales_2, out, topk_weights, sorted_token_ids, expert_ids, pairs, num_blocks,
+def _moe_gemm_fp4_kernel(
+    x, weight, scales, weight_scales_2, bias, out, topk_weights, sorted_token_ids, expert_ids, pairs, num_blocks,
     outputs, inputs,
     TOP_K: tl.constexpr, MUL_ROUTED_WEIGHT: tl.constexpr, EVEN_K: tl.constexpr, GROUP: tl.constexpr,
+    IS_MXFP4: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[pair // TOP_K] @ weight[expert].T for a block of pairs of one expert."""
+    """out[pair] = x[pair // TOP_K] @ weight[expert].T + bias[expert] for a block of pairs of one expert."""
     pid_m, pid_n = grouped_pids(num_blocks, outputs, BLOCK_N, GROUP_M)
     expert = tl.load(expert_ids + pid_m).to(tl.int64)
     if expert < 0:
@@ -65,21 +67,30 @@ def _moe_gemm_nvfp4_kernel(
             x_block = tl.load(x_ptrs, mask=valid[None, :] & (start + k < inputs)[:, None], other=0.0)
             packed = tl.load(weight_ptrs, mask=(start + 2 * byte < inputs)[None, :], other=0)
             scale = tl.load(scale_ptrs, mask=(start + GROUP * group < inputs)[None, :], other=0.0)
-        packed, scale = packed.to(tl.int32), scale.to(tl.float32) * EARLY_FACTOR
+        packed = packed.to(tl.int32)
+        if IS_MXFP4:  # a scale is the exponent of an fp32 number
+            scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True) * MX_EARLY_FACTOR
+        else:
+            scale = scale.to(tl.float32) * EARLY_FACTOR
         even = _dequantize(packed & 15, scale, BLOCK_K // GROUP, GROUP // 2, BLOCK_N).to(x.dtype.element_ty)
         odd = _dequantize(packed >> 4, scale, BLOCK_K // GROUP, GROUP // 2, BLOCK_N).to(x.dtype.element_ty)
         acc = tl.dot(tl.interleave(even, odd), x_block, acc, input_precision="ieee")
         x_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K // 2
         scale_ptrs += BLOCK_K // GROUP
-    acc *= (tl.load(weight_scales_2 + output) * LATE_FACTOR)[:, None]
+    if IS_MXFP4:
+        acc *= MX_LATE_FACTOR
+    else:
+        acc *= (tl.load(weight_scales_2 + output) * LATE_FACTOR)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + output).to(tl.float32)[:, None]
     if MUL_ROUTED_WEIGHT:
         acc *= tl.load(topk_weights + pair, mask=valid, other=0.0)[None, :]
     out_ptrs = out + pair[None, :] * outputs + column[:, None]
     tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=valid[None, :] & (column < outputs)[:, None])
 
 
-def nvfp4_gemm(
+def fp4_gemm(
     x: Tensor,
     weight: ExpertWeights,
     blocks: AlignedBlocks,
@@ -92,10 +103,11 @@ def nvfp4_gemm(
     outputs, inputs = weight.values.shape[1], weight.inputs
     out_MO = torch.empty(pairs, outputs, dtype=dtype, device=x.device)
     config, num_blocks = CONFIGS[blocks.block_size], len(blocks.expert_ids_T)
-    _moe_gemm_nvfp4_kernel[num_blocks * triton.cdiv(outputs, config.block_n),](
-        x.contiguous(), weight.values, weight.scales, weight.scales_2, out_MO, topk_weights,
+    _moe_gemm_fp4_kernel[num_blocks * triton.cdiv(outputs, config.block_n),](
+        x.contiguous(), weight.values, weight.scales, weight.scales_2, weight.bias, out_MO, topk_weights,
         blocks.sorted_token_ids_P, blocks.expert_ids_T, pairs, num_blocks, outputs, inputs,
-        TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, EVEN_K=inputs % config.block_k == 0, GROUP=NVFP4_GROUP,
+        TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, EVEN_K=inputs % config.block_k == 0,
+        GROUP=FP4_GROUPS[weight.format], IS_MXFP4=weight.format == "mxfp4", HAS_BIAS=weight.bias is not None,
         BLOCK_M=blocks.block_size, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

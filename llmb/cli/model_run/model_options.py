@@ -1,0 +1,85 @@
+"""Options `--model` and `--task` of submit and show, and the recipe that they stand for."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmb.config.recipe import Recipe
+
+TASKS = ("train", "serve", "offload")
+HOST_FRACTION = 0.8  # of available host memory that out-of-core training takes unless told otherwise
+DEVICE_FRACTION = 0.9  # of the GPU's memory
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add --model and --task."""
+    add = parser.add_argument
+    model_help = "instead of -w: a Hugging Face folder, or its config.json alone (random weights)"
+    add("--model", metavar="PATH", help=model_help)
+    add("--task", choices=TASKS, help="with --model: train (default), serve, or offload (out-of-core training)")
+
+
+def recipes_for(options: argparse.Namespace) -> dict[str, Any]:
+    """Return all recipes; with --model also that of the model, which the options then name."""
+    from llmb.cli.run_options import load_recipes
+    from llmb.errors import ConfigError
+
+    recipes = load_recipes()
+    if options.model is None:
+        if options.task is not None:
+            raise ConfigError(f"--task {options.task} says what to do with --model PATH; a workload (-w) has its task")
+        return recipes
+    named = {"-w": options.workload, "-s": options.size}
+    named |= {"-f": getattr(options, "file", None), "--all": getattr(options, "all", False)}
+    if wrong := [flag for flag, value in named.items() if value]:
+        raise ConfigError(f"--model names the model; leave out {', '.join(wrong)}")
+    recipe = _model_recipe(options)
+    return recipes | {recipe.workload: recipe}
+
+
+def _model_recipe(options: argparse.Namespace) -> "Recipe":
+    """Make the recipe, and let the options select its only row."""
+    from llmb.cli.model_run.fitted_row import fitted_recipe
+    from llmb.cli.run_options import run_selection, selected_gpu
+    from llmb.config.huggingface.hf_config import load_hf_config
+    from llmb.config.huggingface.model_recipe import model_recipe, published_dtype
+    from llmb.config.run_list import tasks_for
+    from llmb.errors import ConfigError
+
+    path, task = Path(options.model), options.task or "train"
+    model = load_hf_config(path)
+    gpu = selected_gpu(options) or "cpu"
+    options.gpu_type = None if options.proxy and gpu == "cpu" else gpu
+    options.scale = options.scale or os.environ.get("JOB_TOTAL_GPUS") or str(_gpus_here(task))
+    options.dtype = (
+        options.dtype or os.environ.get("DTYPE") or ("fp32" if gpu == "cpu" else published_dtype(model, task))
+    )
+    if not options.scale.isdigit():
+        raise ConfigError(f"--model runs at one scale, got --scale {options.scale}")
+    weights = str(path.resolve()) if path.is_dir() and list(path.glob("*.safetensors")) else None
+    budgets = _budgets(gpu) if task == "offload" else {}
+    recipe = model_recipe(model, task, gpu, int(options.scale), weights, budgets)
+    options.workload, options.size = recipe.workload, recipe.default_size
+    (request_task,) = tasks_for(run_selection(options), {recipe.workload: recipe})
+    return fitted_recipe(recipe, request_task.request)
+
+
+def _gpus_here(task: str) -> int:
+    from llmb.launch.local_machine import gpu_names
+
+    return 1 if task == "offload" else max(1, len(gpu_names()))
+
+
+def _budgets(gpu: str) -> dict[str, float]:
+    """Return the memory in GiB that out-of-core training may take."""
+    from llmb.cli.run_options import reported_memory
+    from llmb.config.spec import Machine
+    from llmb.launch.local_machine import available_memory_bytes
+    from llmb.perfmodel.hardware import GIB, memory_bytes
+
+    machine = Machine(gpu=gpu, gpus=1, gpus_per_node=1, gpu_memory_bytes=reported_memory(gpu))
+    device = memory_bytes(machine) or 0
+    host_gib = int(HOST_FRACTION * available_memory_bytes() / GIB)
+    return {"host_gib": float(max(1, host_gib)), "device_gib": float(max(1, int(DEVICE_FRACTION * device / GIB)))}

@@ -1,0 +1,1 @@
+"""Models as Hugging Face's config.json and weight files describe them, without torch."""

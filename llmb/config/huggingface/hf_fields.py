@@ -1,0 +1,57 @@
+"""Fields of config.json: their names, and the values that must be present."""
+
+from typing import Any
+
+from llmb.config.serialization import convert
+from llmb.errors import ConfigError, UnknownName
+
+HfConfig = dict[str, Any]
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
+# Our field -> field of config.json, of every model.
+SIZE_FIELDS = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "tied_embeddings": "tie_word_embeddings",
+}
+
+
+def check_supported(config: HfConfig, values: HfConfig) -> None:
+    """Reject the first field whose value is not the supported one."""
+    for field, supported in values.items():
+        if config.get(field, supported) != supported:
+            raise ConfigError(f"config.json: {field}={config[field]} is not supported; only {supported} is")
+
+
+def read_activation(config: HfConfig, field: str) -> str:
+    by_hf_name = {hf_name: name for name, hf_name in ACTIVATIONS.items()}
+    hf_name = str(config.get(field))
+    if hf_name not in by_hf_name:
+        raise UnknownName(f"{field} of config.json:", hf_name, by_hf_name)
+    return by_hf_name[hf_name]
+
+
+def to_hf(settings: object, names: dict[str, str]) -> HfConfig:
+    """Return settings under the names of config.json; missing ones are found when it is read back."""
+    return {hf_name: getattr(settings, name, None) for name, hf_name in names.items()}
+
+
+def from_hf(config: HfConfig, names: dict[str, str]) -> dict[str, Any]:
+    return {name: required(config, hf_name) for name, hf_name in names.items()}
+
+
+def required(config: HfConfig, field: str) -> Any:
+    if config.get(field) is None:
+        raise ConfigError(f"config.json: field {field!r} is missing")
+    return config[field]
+
+
+def positive_int(config: HfConfig, field: str) -> int:
+    """Return a field that must be a positive integer."""
+    number = convert(int, required(config, field), f"config.json.{field}")
+    if number < 1:
+        raise ConfigError(f"config.json.{field}: {number} must be at least 1")
+    return number

@@ -1,0 +1,231 @@
+"""Dense decoders like Llama: how config.json and weight files describe each, as data.
+
+    QWEN3 = LlamaLike(architecture="qwen3", class_name="Qwen3ForCausalLM", fields={"qk_norm": "head"}, ...)
+
+All of them are one network (`llmb/models/llama.py`), which a spec.Model describes field by field. A new model of this
+kind is a file with a LlamaLike, listed in `dense_models.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from llmb.config.huggingface.hf_fields import (
+    ACTIVATIONS,
+    SIZE_FIELDS,
+    HfConfig,
+    check_supported,
+    from_hf,
+    positive_int,
+    read_activation,
+    required,
+    to_hf,
+)
+from llmb.config.huggingface.hf_rope import from_hf_rope, to_hf_rope
+from llmb.config.serialization import convert
+from llmb.config.spec import Model, RopeConfig
+from llmb.errors import ConfigError
+
+ROPE_SCALINGS = ("none", "linear", "llama3")
+LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
+# Our name -> name in files, of the tensors of a layer; a model has those that its fields ask for.
+LLAMA_NAMES = {
+    "attention_norm.weight": "input_layernorm.weight",
+    **{f"attention.{matrix}.weight": f"self_attn.{matrix}_proj.weight" for matrix in "qkvo"},
+    **{f"attention.{matrix}_bias": f"self_attn.{matrix}_proj.bias" for matrix in "qkvo"},
+    **{f"attention.{norm}.weight": f"self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")},
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    **{f"mlp.{matrix}.weight": f"mlp.{matrix}_proj.weight" for matrix in ("gate", "up", "down")},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaLike:
+    """Reads and writes the config.json of one architecture, and names its tensors.
+
+    Where several of our tensors have one name in files, that is a tensor with the rows of all of them, in this order.
+    """
+
+    architecture: str
+    model_type: str = ""  # of config.json; empty: the architecture
+    class_name: str  # of `transformers`
+    fields: dict[str, Any] = field(default_factory=dict)  # of spec.Model, the same in all these models
+    defaults: HfConfig = field(default_factory=dict)  # of config.json, for fields that are missing there
+    optional_bias: bool = False  # attention_bias: of all four projections of attention
+    activation_field: str = "hidden_act"
+    # Where layers with a sliding window, or without RoPE, are listed. flagged_layer_types: only if use_sliding_window.
+    layers_by: Literal["none", "sliding_window", "layer_types", "flagged_layer_types", "no_rope_layers"] = "none"
+    has_gemma_scalars: bool = False  # softcaps, scale of attention logits and of the embedding
+    has_local_rope: bool = False  # another RoPE in layers with a sliding window
+    refused: HfConfig = field(default_factory=dict)  # of config.json: field -> the only supported value
+    names: dict[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    norm_offset: float = 0.0  # what is added to the weights of norms in files
+
+    @property
+    def hf_type(self) -> str:
+        return self.model_type or self.architecture
+
+    @property
+    def read_fields(self) -> set[str]:
+        """Fields of config.json that other architectures support with one value only."""
+        names = {"partial_rotary_factor"}
+        names |= {"attention_bias"} if self.optional_bias else set()
+        return names | ({"sliding_window"} if self.layers_by != "none" else set())
+
+    def read(self, config: HfConfig) -> dict[str, Any]:
+        """Return the fields of spec.Model, or raise a ConfigError that names what is not supported."""
+        config = {**self.defaults, **config}
+        check_supported(config, self.refused)
+        if config.get("num_key_value_heads") is None:
+            config["num_key_value_heads"] = config.get("num_attention_heads")
+        rope = from_hf_rope(config, "full_attention")
+        if rope.get("scaling", "none") not in ROPE_SCALINGS:
+            raise ConfigError(
+                f"config.json: rope_type {rope['scaling']} of a {self.hf_type} is not supported; choices are: default, "
+                f"{', '.join(ROPE_SCALINGS[1:])}"
+            )
+        pattern, window = self._read_layers(config)
+        has_bias = bool(config.get("attention_bias")) and self.optional_bias
+        fields = from_hf(config, SIZE_FIELDS) | {
+            "architecture": self.architecture,
+            "head_dim": config.get("head_dim")
+            or positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads"),
+            "activation": read_activation(config, self.activation_field),
+            "norm_eps": required(config, "rms_norm_eps"),
+            "rope": rope,
+            "attention_pattern": pattern,
+            "window": window,
+            "qkv_bias": has_bias,
+            "o_bias": has_bias,
+        }
+        if self.has_gemma_scalars:
+            fields |= _read_gemma_scalars(config)
+        if self.has_local_rope and "S" in pattern:
+            local = {"rope_theta": config.get("rope_local_base_freq"), "rope_parameters": config.get("rope_parameters")}
+            fields["local_rope"] = from_hf_rope(local, "sliding_attention")
+        return fields | self.fields
+
+    def write(self, model: Model) -> HfConfig:
+        """Return the config.json of a model; what it cannot express is found when it is read back."""
+        config: HfConfig = {
+            "architectures": [self.class_name],
+            "model_type": self.hf_type,
+            **to_hf(model, SIZE_FIELDS),
+            "head_dim": model.head_dim,
+            self.activation_field: ACTIVATIONS.get(model.activation),
+            "rms_norm_eps": model.norm_eps,
+            **to_hf_rope(model),
+            **self._write_layers(model),
+        }
+        if self.optional_bias:
+            config["attention_bias"] = model.o_bias
+        if self.has_gemma_scalars:
+            config |= _write_gemma_scalars(model)
+        if self.has_local_rope:
+            config["rope_local_base_freq"] = (model.local_rope or RopeConfig(theta=10_000.0)).theta
+        return config
+
+    def layer_names(self, model: Model) -> dict[str, str]:
+        """Map our names of the tensors of a layer to those in files."""
+        missing = {
+            "attention_norm.weight": not model.pre_norms,
+            "mlp_norm.weight": not model.pre_norms,
+            "attention_post_norm.weight": not model.post_norms,
+            "mlp_post_norm.weight": not model.post_norms,
+            **dict.fromkeys(("attention.q_bias", "attention.k_bias", "attention.v_bias"), not model.qkv_bias),
+            "attention.o_bias": not model.o_bias,
+            **dict.fromkeys(("attention.q_norm.weight", "attention.k_norm.weight"), model.qk_norm is None),
+        }
+        return {name: hf_name for name, hf_name in self.names.items() if not missing.get(name)}
+
+    def _read_layers(self, config: HfConfig) -> tuple[str, int | None]:
+        """Return the attention pattern and the window; none without layers that have one."""
+        layers, window = positive_int(config, "num_hidden_layers"), config.get("sliding_window")
+        if self.layers_by == "no_rope_layers":
+            check_supported(config, {"use_sliding_window": False})
+            return shortest_period(_read_no_rope_layers(config, layers)), None
+        is_used = window is not None and (
+            self.layers_by != "flagged_layer_types" or bool(config.get("use_sliding_window"))
+        )
+        if self.layers_by == "none" or not is_used:
+            return "F", None
+        letters = "S" * layers
+        if self.layers_by != "sliding_window":
+            letters = read_layer_types(config, layers)
+        pattern = shortest_period(letters)
+        return pattern, positive_int(config, "sliding_window") if "S" in pattern else None
+
+    def _write_layers(self, model: Model) -> HfConfig:
+        kinds = [model.attention_kind(layer) for layer in range(model.layers)]
+        if self.layers_by == "no_rope_layers":
+            return {"no_rope_layers": [int(kind != "N") for kind in kinds], "use_sliding_window": False}
+        if self.layers_by == "none":
+            return {}
+        config: HfConfig = {"sliding_window": model.window}
+        if self.layers_by != "sliding_window":
+            by_letter = {letter: name for name, letter in LAYER_TYPES.items()}
+            config["layer_types"] = [by_letter.get(kind, kind) for kind in kinds]
+        if self.layers_by == "flagged_layer_types":
+            config["use_sliding_window"] = model.window is not None
+        return config
+
+
+def same_layers(model: Model, restored: Model) -> Model:
+    """Return the restored model with the pattern of the first, if both give all layers the same attention."""
+    kinds = [[each.attention_kind(layer) for layer in range(model.layers)] for each in (model, restored)]
+    return replace(restored, attention_pattern=model.attention_pattern) if kinds[0] == kinds[1] else restored
+
+
+def read_layer_types(config: HfConfig, layers: int) -> str:
+    """Return a letter for each layer, from layer_types or the older rules that it replaced."""
+    names = convert(tuple[str, ...] | None, config.get("layer_types"), "config.json.layer_types")
+    if names is None:
+        first = config.get("max_window_layers")  # layers from here on have a window
+        if first is not None:
+            return "".join("S" if layer >= first else "F" for layer in range(layers))
+        period = positive_int(config, "sliding_window_pattern")  # each layer of this number has none
+        return "".join("S" if (layer + 1) % period else "F" for layer in range(layers))
+    unknown = sorted(set(names) - LAYER_TYPES.keys())
+    if unknown or len(names) != layers:
+        raise ConfigError(
+            f"config.json.layer_types: {', '.join(unknown) or len(names)} is not supported; it must be {layers} of "
+            f"{', '.join(LAYER_TYPES)}"
+        )
+    return "".join(LAYER_TYPES[name] for name in names)
+
+
+def _read_no_rope_layers(config: HfConfig, layers: int) -> str:
+    """Return a letter for each layer; 0 in no_rope_layers is a layer without position embedding."""
+    flags: Sequence[int] | None = convert(
+        tuple[int, ...] | None, config.get("no_rope_layers"), "config.json.no_rope_layers"
+    )
+    if flags is None:
+        interval = positive_int(config, "no_rope_layer_interval")
+        flags = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if len(flags) < layers:
+        raise ConfigError(f"config.json.no_rope_layers has {len(flags)} entries for {layers} layers")
+    return "".join("F" if flag else "N" for flag in flags[:layers])
+
+
+def shortest_period(letters: str) -> str:
+    """Return the shortest pattern that, repeated, gives these letters."""
+    lengths = range(1, len(letters) + 1)
+    return next(letters[:length] for length in lengths if (letters[:length] * len(letters))[: len(letters)] == letters)
+
+
+def _read_gemma_scalars(config: HfConfig) -> dict[str, Any]:
+    return {
+        "attn_logit_softcap": config.get("attn_logit_softcapping"),
+        "logit_softcap": config.get("final_logit_softcapping"),
+        "attention_scale": positive_int(config, "query_pre_attn_scalar") ** -0.5,
+        "embedding_scale": math.sqrt(positive_int(config, "hidden_size")),
+    }
+
+
+def _write_gemma_scalars(model: Model) -> HfConfig:
+    return {
+        "attn_logit_softcapping": model.attn_logit_softcap,
+        "final_logit_softcapping": model.logit_softcap,
+        "query_pre_attn_scalar": round(model.softmax_scale**-2),
+    }

@@ -1,0 +1,84 @@
+"""Recipe of a model that has none: one row to start from, and one for a CPU or a proxy.
+
+    recipe = model_recipe(load_hf_config(Path("Qwen3-8B")), "train", "h200", 8)
+
+The row has a plain layout, all ranks data-parallel; what fits is chosen later (`llmb/cli/model_run/fitted_row.py`).
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from llmb.config.recipe import Recipe, Row
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Model
+from llmb.perfmodel.params import parameters
+
+KINDS = {"train": "training", "serve": "inference", "offload": "outofcore"}  # of a recipe, by task
+DTYPES = ["bf16", "fp32", "fp8"]
+EXPERT_DTYPES = ["mxfp4"]  # to serve a mixture of experts
+PUBLISHED_DTYPES = {("serve", "gpt_oss"): "mxfp4"}  # by task and architecture, where it is not bf16
+CPU_PARAMETERS = 50_000_000  # a larger model runs as a small proxy on a CPU, where it would take minutes a step
+DEFAULTS: dict[str, Row] = {
+    "train": {"seqlen": 4096, "steps": 50, "window": [35, 44], "profile_start": 45, "profile_stop": 50},
+    "serve": {"streaming": True, "chunked_prefill": True, "pp": 1, "profile_start": 0, "profile_stop": 1},
+    "offload": {"steps": 7, "window": [3, 7], "time_limit_s": 3600, "profile_start": 6, "profile_stop": 7},
+}
+SERVED: Row = {"mode": "max_throughput", "use_case": "reasoning"}
+ROWS: dict[str, Row] = {
+    "train": {"fsdp": False, "tp": 1, "pp": 1, "cp": 1, "vp": None, "mbs": 1, "gbs": "GPUs*8", "recompute_layers": 0},
+    "serve": SERVED
+    | {"isl": 1000, "osl": 1000, "max_batch_size": 1, "concurrency": 1, "max_num_tokens": 8192, "kv_fraction": 0.9},
+    "offload": {"seqlen": 8192},
+}
+# In seconds on any machine.
+SMALL_ROWS: dict[str, Row] = {
+    "train": {"seqlen": 128, "mbs": 2, "gbs": 4, "steps": 40, "window": [11, 40]},
+    "serve": SERVED
+    | {"isl": 64, "osl": 32, "max_batch_size": 16, "concurrency": 16, "max_num_tokens": 256, "num_requests": 32,
+       "kv_fraction": 0.1},
+    "offload": {"seqlen": 256, "gbs": 2, "host_gib": 1.0, "device_gib": 1.0},
+}  # fmt: skip
+
+
+def model_recipe(
+    model: Model, task: str, gpu: str, gpus: int, weights: str | None = None, budgets: Row | None = None
+) -> Recipe:
+    """Return a recipe with this model only; `weights` is the folder that is served, `budgets` memory in GiB."""
+    size = model_size(model)
+    dtypes = DTYPES + EXPERT_DTYPES * (task == "serve" and model.experts is not None)
+    row = {"gpu": gpu, "size": size, "dtype": dtypes, "gpus": gpus, **ROWS[task], **(budgets or {})}
+    small = {"size": size, "dtype": dtypes, "gpus": 1, **SMALL_ROWS[task]}
+    if task == "serve":
+        row |= {"tp": gpus, "num_requests": 1, "weights": weights}
+    if parameters(model) <= CPU_PARAMETERS:
+        small["model"] = {}  # the model itself
+        small |= {"weights": weights} if task == "serve" else {}
+    return Recipe(
+        workload=f"{task}_{model.name}",
+        kind=KINDS[task],
+        title=f"{model.name}, read from its config.json",
+        default_gpu=gpu,
+        default_size=size,
+        default_dtype=published_dtype(model, task),
+        models={size: model_fields(model)},
+        defaults=DEFAULTS[task],
+        rows=(row,),
+        proxies=(small,),
+    )
+
+
+def published_dtype(model: Model, task: str) -> str:
+    """Return the dtype of a run on a GPU that names none: served weights stay in 4 bits if they are published so."""
+    return PUBLISHED_DTYPES.get((task, model.architecture), "bf16")
+
+
+def model_size(model: Model) -> str:
+    """Return the number of parameters as sizes are written: 8.2b, 135m."""
+    count = parameters(model)
+    return f"{count / 1e9:.3g}b" if count >= 1e9 else f"{max(count / 1e6, 0.1):.3g}m"
+
+
+def model_fields(model: Model) -> dict[str, Any]:
+    """Return the fields of a model as a recipe has them: without those at their default."""
+    defaults = {field.name: field.default for field in fields(Model)}
+    return {name: value for name, value in to_plain(model).items() if getattr(model, name) != defaults[name]}

@@ -1,0 +1,12 @@
+"""SmolLM3: every fourth layer has no position embedding (NoPE)."""
+
+from llmb.config.huggingface.llama_like import LlamaLike
+
+SMOLLM3 = LlamaLike(
+    architecture="smollm3",
+    class_name="SmolLM3ForCausalLM",
+    defaults={"rope_theta": 2_000_000.0, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+    optional_bias=True,
+    layers_by="no_rope_layers",
+    refused={"mlp_bias": False},
+)

@@ -1,0 +1,98 @@
+"""`submit --model`: the recipe made from a config.json, its layout and batch, and refusals in one line."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmb.cli.llmb_run import parser
+from llmb.cli.model_run.model_options import recipes_for
+from llmb.cli.run_options import run_selection
+from llmb.config.resolve import resolve
+from llmb.config.run_list import tasks_for
+from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
+from llmb.errors import ConfigError
+from llmb.perfmodel.memory_fit import misfit
+
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY = QWEN3_8B | {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+def options_of(tmp_path: Path, config: dict[str, Any], *words: str) -> Namespace:
+    folder = tmp_path / "my-model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return parser().parse_args(["submit", "--model", str(folder), *words])
+
+
+def run_of(tmp_path: Path, config: dict[str, Any], *words: str) -> RunConfig:
+    options = options_of(tmp_path, config, *words)
+    recipes = recipes_for(options)
+    (task,) = tasks_for(run_selection(options), recipes)
+    return resolve(recipes[task.workload], task.request)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("llmb.launch.local_machine.gpu_names", list)
+    monkeypatch.setenv("LLMB_INSTALL", str(tmp_path / "install"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_layout_that_fits_is_chosen_and_settings_of_the_user_stay(tmp_path: Path) -> None:
+    run = run_of(tmp_path, QWEN3_8B, "--gpu-type", "h200", "--scale", "2", "--set", "mbs=2", "--seqlen", "8192")
+    assert isinstance(run.workload, Training)
+    assert (run.target, run.size, run.precision.dtype) == ("train_my-model", "8.19b", "bf16")
+    assert (run.workload.mbs, run.workload.seqlen, run.proxy) == (2, 8192, None)
+    assert misfit(run) is None
+    assert run.recipe_row["recompute_layers"] == run.workload.recompute_layers
+
+
+def test_as_many_requests_are_served_as_fit(tmp_path: Path) -> None:
+    single, pair = (
+        run_of(tmp_path, QWEN3_8B, "--task", "serve", "--gpu-type", "h100", "--scale", scale) for scale in "12"
+    )
+    assert isinstance(single.workload, Inference)
+    assert isinstance(pair.workload, Inference)
+    assert (single.parallel.tp, pair.parallel.tp) == (1, 2)
+    assert 16 <= single.workload.max_batch_size < pair.workload.max_batch_size
+    assert misfit(single) is None
+
+
+def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: Path) -> None:
+    tiny, large = run_of(tmp_path, TINY), run_of(tmp_path, QWEN3_8B)
+    assert (tiny.machine.gpu, tiny.model.layers, tiny.model.hidden, tiny.proxy) == ("cpu", 2, 64, None)
+    assert (large.machine.gpu, large.model.qk_norm) == ("cpu", "head")
+    assert large.proxy is not None
+    assert run_of(tmp_path, TINY, "--proxy").proxy is not None
+    assert isinstance(run_of(tmp_path, TINY, "--task", "offload").workload, OutOfCore)
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        (TINY, ("-w", "pretrain_grok1"), "--model names the model; leave out -w"),
+        (TINY, ("--scale", "1,2"), "--model runs at one scale, got --scale 1,2"),
+        (TINY | {"mlp_bias": True}, (), "mlp_bias=True is not supported"),
+        (QWEN3_8B | {"num_hidden_layers": 400}, ("--task", "serve", "--gpu-type", "h100"), "leaves no room for the KV"),
+    ],
+)
+def test_refusals_name_the_mistake(
+    tmp_path: Path, config: dict[str, Any], words: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_of(tmp_path, config, *words)
+
+
+def test_a_task_without_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--task serve says what to do with --model"):
+        recipes_for(parser().parse_args(["show", "--task", "serve"]))

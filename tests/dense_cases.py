@@ -1,0 +1,37 @@
+"""Small models of every dense architecture, in the variants that matter: what tests prove and docs/models.md lists."""
+
+from typing import Any
+
+from llmb.config.spec import Model, RopeConfig
+
+SIZES: dict[str, Any] = {
+    "layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 96, "norm_eps": 1e-6,
+    "rope": RopeConfig(theta=10_000.0),
+}  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "activation": "gelu", "post_norms": True, "tied_embeddings": True, "embedding_scale": 32**0.5,
+    "attention_scale": 24**-0.5,
+}  # fmt: skip
+
+
+def _case(architecture: str, name: str, **fields: Any) -> Model:
+    return Model(**(SIZES | {"architecture": architecture, "name": name} | fields))
+
+
+DENSE_CASES = [
+    _case("llama", "biases", qkv_bias=True, o_bias=True, kv_heads=4),
+    _case("qwen2", "bias-tied", qkv_bias=True, tied_embeddings=True, head_dim=8),
+    _case("qwen2", "window-in-later-layers", qkv_bias=True, layers=3, attention_pattern="FSS", window=7),
+    _case("qwen3", "qk-norm-tied", qk_norm="head", tied_embeddings=True),
+    _case("mistral", "window", attention_pattern="S", window=5),
+    _case("mistral", "full-one-kv-head", kv_heads=1),
+    _case("smollm3", "no-rope-layer", layers=4, attention_pattern="FFFN", tied_embeddings=True),
+    _case("phi3", "fused-rows", head_dim=8),
+    _case("phi3", "partial-rotary-window", rope=RopeConfig(theta=10_000.0, partial_rotary_factor=0.75),
+          head_dim=8, attention_pattern="S", window=9, kv_heads=4),
+    _case("olmo2", "post-norms", head_dim=8, pre_norms=False, post_norms=True, qk_norm="projection"),
+    _case("gemma2", "softcaps-window", attn_logit_softcap=5.0, logit_softcap=4.0, attention_pattern="SF", window=6,
+          **GEMMA),
+    _case("gemma3", "two-ropes", layers=3, qk_norm="head", attention_pattern="SSF", window=6,
+          rope=RopeConfig(theta=1e6, scaling="linear", factor=8.0), local_rope=RopeConfig(theta=10_000.0), **GEMMA),
+]  # fmt: skip
