@@ -190,7 +190,7 @@ default_size: tiny
 default_dtype: bf16
 models:
   tiny: {name: tiny, architecture: llama, layers: 2, hidden: 64, ffn: 128, heads: 4, kv_heads: 4, head_dim: 16,
-         vocab: 256, attention_cap: 30.0}
+         vocab: 256}
 defaults: {seqlen: 64, mbs: 1, masters: bf16}
 rows:
   - {gpu: h100, size: tiny, dtype: bf16, gpus: 1, gbs: 1, keep_inputs: true}
@@ -199,10 +199,10 @@ rows:
     recipe = load(path)
     config = resolve(recipe, RunRequest(size="tiny", dtype="bf16", gpus=1, gpu="h100"))
     assert (config.workload.master_weights, config.workload.save_norm_outputs) == ("bf16", True)
-    assert config.model.attn_logit_softcap == 30.0
     in_fp8 = resolve(recipe, RunRequest(size="tiny", dtype="fp8", gpus=1, gpu="h100"))
     assert in_fp8.precision.fp8_recipe == "tensorwise_current"
     assert recipe.model("tiny", {"latent": None}).mla is None
+    assert recipe.model("tiny", {"attention_cap": 30.0}).attn_logit_softcap == 30.0
 
 
 def test_old_name_next_to_the_new_one_is_rejected():
