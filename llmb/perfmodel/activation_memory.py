@@ -118,7 +118,8 @@ class ActivationSizes:
         m, tp = self.model, self.parallel.tp
         width, kv_width = m.heads * m.head_dim / tp, m.kv_heads * m.head_dim / tp
         rope = 2 * self.work.seqlen / self.parallel.cp * m.head_dim * self.value_bytes if m.rope else 0.0
-        return self._gathered() + rope + self._fused_attention(width, 2 * kv_width, width, m.heads / tp)
+        unnormed = self.tokens * (width + kv_width) * self.value_bytes if m.qk_norm else 0.0  # what the norms save
+        return self._gathered() + rope + unnormed + self._fused_attention(width, 2 * kv_width, width, m.heads / tp)
 
     def _fused_attention(self, query: float, key_value: float, out: float, heads: float) -> float:
         """Fused attention and the input of the output projection; keys and values are those of the whole sequence."""
@@ -252,5 +253,6 @@ class ActivationSizes:
         Logits are replaced by their gradients in place.
         """
         logits = self.value_bytes * min(CHUNK_TOKENS, self.tokens) * self.model.vocab / self.parallel.tp
+        logits *= 1 if self.model.logit_softcap is None else 2  # the derivative of the softcap
         local = self.residual if self.parallel.tp > 1 else 0.0
         return logits + self.tokens * self.model.hidden * self.value_bytes + local

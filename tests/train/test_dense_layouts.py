@@ -15,12 +15,12 @@ LIGHT = ("llama biases", "qwen3 qk-norm-tied")  # a bias of the output projectio
 
 
 def trained(model: Model, parallel: Parallel) -> Trained:
-    """Train, and leave out biases of keys: their gradient is mostly rounding, which Adam scales up to full steps.
+    """Train, and leave out biases of queries and keys: they begin at 0, and their gradients are mostly rounding.
 
-    They add the same to all logits of a query, but for RoPE. tests/serve/test_dense_models.py compares their gradients.
+    Adam scales that up to full steps. tests/serve/test_dense_models.py compares their gradients.
     """
     run = outcome(model, 0, parallel=parallel, dtype="fp32", steps=2, mbs=1, gbs=4, lr=3e-4, lr_warmup_steps=0)
-    return replace(run, tensors={name: x for name, x in run.tensors.items() if not name.endswith("k_bias")})
+    return replace(run, tensors={name: x for name, x in run.tensors.items() if not name.endswith(("q_bias", "k_bias"))})
 
 
 def cases() -> list[object]:
