@@ -6,6 +6,7 @@ python tests/model_table.py > table.md        # the part of docs/models.md betwe
 from collections.abc import Iterable, Sequence
 
 from dense_cases import DENSE_CASES
+from mixture_cases import MIXTURE_CASES
 from small_models import SMALL_MODELS
 
 from llmb.config.llama_layer_shapes import check_plain_llama, has_plain_layers
@@ -17,9 +18,10 @@ BEGIN, END = "<!-- table of tests/model_table.py -->", "<!-- end of the table --
 TITLES = {
     "llama": "Llama 2, 3", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "mistral": "Mistral", "smollm3": "SmolLM3",
     "phi3": "Phi-3, Phi-4", "olmo2": "OLMo 2", "gemma2": "Gemma 2", "gemma3": "Gemma 3 (text)",
+    "mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss 20b, 120b",
     "nemotron_h": "Nemotron-H", "grok1": "Grok-1", "deepseek": "DeepSeek-V3, R1",
 }  # fmt: skip
-TABLE_MODELS = [*SMALL_MODELS.values(), *DENSE_CASES]
+TABLE_MODELS = [*SMALL_MODELS.values(), *DENSE_CASES, *MIXTURE_CASES]
 
 
 def model_table(models: Sequence[Model] = TABLE_MODELS) -> str:

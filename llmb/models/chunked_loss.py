@@ -92,7 +92,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _softcap_(logits_NV: Tensor, softcap: float) -> Tensor:
     """Set the logits to softcap * tanh(logits / softcap), and return the derivative of that."""
     tanh_NV = logits_NV.div_(softcap).tanh_()
-    derivative_NV = 1 - tanh_NV.square()
+    derivative_NV = tanh_NV.square().neg_().add_(1)
     logits_NV.mul_(softcap)
     return derivative_NV
 

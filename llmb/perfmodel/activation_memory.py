@@ -253,5 +253,6 @@ class ActivationSizes:
         Logits are replaced by their gradients in place.
         """
         logits = self.value_bytes * min(CHUNK_TOKENS, self.tokens) * self.model.vocab / self.parallel.tp
+        logits *= 1 if self.model.logit_softcap is None else 2  # the derivative of the softcap
         local = self.residual if self.parallel.tp > 1 else 0.0
         return logits + self.tokens * self.model.hidden * self.value_bytes + local

@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 import torch
 from hf_parity import assert_near, hf_network
-from small_models import (
-    GROUPED_MOE,
-    deepseek_model,
-    gpt_oss_model,
-    llama_model,
-    mixtral_model,
-    nemotron_h_model,
-    qwen3_moe_model,
-)
+from mixture_cases import MIXTURE_CASES
+from small_models import GROUPED_MOE, deepseek_model, llama_model, nemotron_h_model
 from transformers import PreTrainedModel
 
-from llmb.config.spec import MambaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.spec import MambaConfig, Model, RopeConfig
 from llmb.models.architectures import Network, build_model
 from llmb.models.hf_weights import load_weights
 
@@ -89,22 +82,7 @@ NEMOTRONS = [
         **SIZES,
     ),
 ]
-MIXTRALS = [mixtral_model(name="as-published", **(SIZES | {"ffn": 24, "vocab": 89}))]
-QWENS = [
-    qwen3_moe_model(name="as-published", norm_eps=1e-6, **SIZES),
-    qwen3_moe_model(
-        name="one-kv-head-tied-not-renormalized", kv_heads=1, tied_embeddings=True,
-        experts=MoEConfig(count=6, top_k=2, ffn=24, renormalise=False), **SIZES,
-    ),
-]  # fmt: skip
-GPT_OSSES = [  # windows are shorter than the sequence
-    gpt_oss_model(name="as-published", **(SIZES | {"ffn": 32})),
-    gpt_oss_model(
-        name="one-kv-head-no-biases-full-first", layers=3, kv_heads=1, qkv_bias=False, o_bias=False,
-        attention_pattern="FS", window=1, rope=RopeConfig(theta=10_000.0), **(SIZES | {"ffn": 32}),
-    ),
-]  # fmt: skip
-MODELS = [*LLAMAS, *DEEPSEEKS, *NEMOTRONS, *MIXTRALS, *QWENS, *GPT_OSSES]
+MODELS = [*LLAMAS, *DEEPSEEKS, *NEMOTRONS, *MIXTURE_CASES]
 
 
 def reference(model: Model) -> PreTrainedModel:

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_models import GPT_OSS_20B, GPT_OSS_120B
 
 from llmb.config.overrides import Setting
 from llmb.config.recipe import expand_gpus, load_all, selector_values, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.config.spec import Inference, RunConfig
+from llmb.config.spec import Inference, Model, RunConfig
 from llmb.perfmodel import block_costs, params, serving_capacity
 from llmb.perfmodel.hardware import GIB
 
@@ -47,6 +48,14 @@ def with_work(config: RunConfig, **changes: object) -> RunConfig:
 def test_weights_of_one_rank_are_the_model() -> None:
     config = llama("bf16")
     assert serving_capacity.weight_bytes(config) == 2 * params.parameters(config.model) == 2 * 8_030_261_248
+
+
+@pytest.mark.parametrize(("model", "gib"), [(GPT_OSS_20B, 12.8), (GPT_OSS_120B, 60.8)])
+def test_mxfp4_weights_are_as_large_as_the_published_checkpoints(model: Model, gib: float) -> None:
+    """Experts in 4.25 bits, everything else in bf16, as the model card of gpt-oss prints."""
+    config = llama("bf16")
+    config = replace(config, model=model, precision=replace(config.precision, dtype="mxfp4"))
+    assert serving_capacity.weight_bytes(config) / GIB == pytest.approx(gib, abs=0.05)
 
 
 def test_tensor_parallelism_splits_all_but_embedding_and_norms() -> None:

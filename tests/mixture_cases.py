@@ -1,0 +1,25 @@
+"""Small mixtures of experts in the variants that matter: what tests prove and docs/models.md lists."""
+
+from typing import Any
+
+from small_models import gpt_oss_model, mixtral_model, qwen3_moe_model
+
+from llmb.config.spec import MoEConfig, RopeConfig
+
+SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
+NARROW = SIZES | {"ffn": 32}
+MIXTURE_CASES = [
+    mixtral_model(name="full", **(SIZES | {"ffn": 24, "vocab": 89})),
+    mixtral_model(name="window-one-kv-head", kv_heads=1, attention_pattern="S", window=9, **(SIZES | {"ffn": 24})),
+    qwen3_moe_model(name="qk-norm", norm_eps=1e-6, **SIZES),
+    qwen3_moe_model(
+        name="tied-not-renormalized", kv_heads=1, tied_embeddings=True,
+        experts=MoEConfig(count=6, top_k=2, ffn=24, renormalise=False), **SIZES,
+    ),
+    # Windows are shorter than the sequence.
+    gpt_oss_model(name="sinks-window-biases-yarn", **NARROW),
+    gpt_oss_model(
+        name="full-layer-first-no-attention-biases", layers=3, kv_heads=1, qkv_bias=False, o_bias=False,
+        attention_pattern="FS", window=1, rope=RopeConfig(theta=10_000.0), **NARROW,
+    ),
+]  # fmt: skip
