@@ -167,7 +167,7 @@ def _print_result(run: RunFolder, config: RunConfig, result: Result) -> None:
     block = overview(result, config)
     if block and config.engine == "native":  # another engine has printed its own
         run.add_to_log(block)
-    print(f"{summary(result)}\n\nrun folder: {run.path}")
+    print(f"{summary(result)}\n\nrun folder: {run.short_path}")
 
 
 def _ignore_event(event: Event) -> None:

@@ -268,14 +268,14 @@ def run_one(
     def announce(job: str, run_dir: Any) -> None:
         jobs.append(job)
         run_dir.write_command_line([Path(sys.argv[0]).name, *sys.argv[1:]])
-        print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=output, flush=True)
+        print(f"job {job}: {config.name}\nrun folder: {run_dir.short_path}", file=output, flush=True)
 
     live = LiveLine(config)
     try:
         run_dir, outcome, result = execute(config, environment, location, announce, live.show, python=python, **lineage)
     finally:
         live.close()
-    print_coloured(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", output)
+    print_coloured(f"\n{summary(result)}\n\nrun folder: {run_dir.short_path}", output)
     if overview(result, config):
         print(f"all figures, in the layout of trtllm-bench: llmb-run jobs log {jobs[0]}", file=output)
     for line in describe_profile(run_dir, config):
@@ -316,6 +316,7 @@ def execute(
     with lock, Store(store_path(root)) as store:
         run_dir = RunFolder.create(root, config, datetime.now())
         job = _add_job(store, config, run_dir, location, **lineage)
+        run_dir.add_short_path(job)
         announce(job, run_dir)
         try:
             outcome = _launch(config, run_dir, environment, on_event, location, python)

@@ -222,7 +222,10 @@ def _record_submissions(
         elif not isinstance(outcome, slurm_jobs.SlurmUnavailable):
             _settle(job, str(outcome))
     with store.many():
-        return [_record_outcome(store, job, outcome) for job, outcome in outcomes]
+        sent = [_record_outcome(store, job, outcome) for job, outcome in outcomes]
+    for accepted in (outcome for outcome in sent if outcome.error is None):
+        accepted.run.add_short_path(accepted.job_id)
+    return sent
 
 
 def _settle(job: _PreparedJob, reason: str) -> None:

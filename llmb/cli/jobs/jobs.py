@@ -67,11 +67,13 @@ def open_store() -> Any:
 
 
 def open_run(name: str) -> Any:
-    """Open the run folder of a job id or a path."""
-    from llmb.launch.run_folder import RunFolder
+    """Open the run folder of a job id, a path, or the name of a short path."""
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import RunFolder, short_paths
 
-    if Path(name).is_dir():
-        return RunFolder.open(Path(name))
+    for path in (Path(name), short_paths(install_root(os.environ)) / name):
+        if path.is_dir():
+            return RunFolder.open(path)
     with open_store() as store:
         return RunFolder.open(Path(store.job(name).run_dir))
 
@@ -134,11 +136,11 @@ def run_show(options: argparse.Namespace) -> int:
     print("\n".join(_describe(job, retries)))
     if job.status not in ("submitting", "pending"):  # which have no figures
         print_coloured(f"\n{summary(result)}")
-    print(f"\nrun folder: {job.run_dir}")
+    print(f"\nrun folder: {run.short_path}")
     if not job.going:
         print("".join(f"{line}\n" for line in describe_profile(run, config)), end="")
         if run.report_page.exists():
-            print(f"report: {run.report_page}")
+            print(f"report: {run.short_path_of(run.report_page)}")
     return 0
 
 
