@@ -34,7 +34,7 @@ def add_commands(commands: Any) -> None:
         add("-r", "--repeats", type=int, default=1, metavar="N", help="run each configuration N times")
         add("--env", action="append", default=[], metavar="K=V", help="environment variable for the ranks")
         add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
-        add("--no-report", action="store_true", help="write no report.html when a run ends here")
+        add("--no-report", action="store_true", help="write no report.html when a run ends")
         add("--dry-run", action="store_true", help="say what would run, and run nothing")
         add("--json", action="store_true", help="print the stored Result as the last line; of Slurm, a line a job")
 

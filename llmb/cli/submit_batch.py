@@ -57,6 +57,7 @@ class JobRequest:
     attempt: int = 1
     retries: int = 0
     force: bool = False  # start on nodes with too little memory too
+    report: bool = True  # write report.html when the job ends
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ def _prepare(request: JobRequest, cluster: Cluster | None, root: Path) -> _Prepa
         attempt=request.attempt,
         retries=request.retries,
         force=request.force,
+        report=request.report,
         sbatch_overrides=to_plain(request.sbatch_overrides),
     )
     write_submission(run, submission)

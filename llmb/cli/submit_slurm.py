@@ -128,6 +128,7 @@ def _requests(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> l
             sbatch_overrides=requested,
             retries=options.retries,
             force=options.force,
+            report=not options.no_report,
         )
         requests.append((request, task.repeats))
     return requests
