@@ -1,5 +1,6 @@
 """One run on this machine, started from Python: the same steps as `llmb-run submit`, without its text."""
 
+import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,8 +10,10 @@ from llmb.cli.memory_check import check_memory
 from llmb.cli.submit import check_runs_here, execute
 from llmb.config.spec import RunConfig
 from llmb.events import Event
+from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.secrets import mask
+from llmb.perfmodel.explain.run_prediction import with_prediction
 from llmb.report.live_progress import LiveLine
 
 
@@ -29,6 +32,7 @@ def run(
     """
     variables = dict(environment or {})
     config = replace(config, environment=mask({**config.environment, **variables}))
+    config = with_prediction(config, install_root(os.environ))
     check_runs_here(config, advice="")
     if config.engine != "openai":
         check_memory([config], {}, local=True, force=force)

@@ -146,8 +146,12 @@ def parse_environment(pairs: list[str]) -> dict[str, str]:
 def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
     from llmb.config.serialization import to_json
     from llmb.launch.command import format_engine_command
+    from llmb.launch.install_root import install_root
+    from llmb.perfmodel.explain.run_prediction import with_prediction
     from llmb.report.config_summary import dry_table
 
+    install = install_root(os.environ)
+    resolved = [(task, with_prediction(config, install)) for task, config in resolved]
     if as_json:
         for _, config in resolved:
             print(to_json(config))
@@ -308,10 +312,12 @@ def execute(
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder, store_path
     from llmb.launch.run_lock import exclusive_run_lock
+    from llmb.perfmodel.explain.run_prediction import with_prediction
     from llmb.report.serving_overview import overview
     from llmb.results.job_store import Store
 
     root = install_root(os.environ)
+    config = with_prediction(config, root)
     lock = exclusive_run_lock(root, config) if location == "local" else nullcontext()
     with lock, Store(store_path(root)) as store:
         run_dir = RunFolder.create(root, config, datetime.now())

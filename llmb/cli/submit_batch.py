@@ -33,6 +33,7 @@ from llmb.launch.slurm.job_script import (
 )
 from llmb.launch.slurm.srun import gpus_per_node_override
 from llmb.launch.slurm.submission import Submission, new_token, record_job_name, write_submission
+from llmb.perfmodel.explain.run_prediction import with_prediction
 from llmb.results.job_store import Store
 
 MAX_CONCURRENT_SBATCH = 8  # sbatch
@@ -163,7 +164,7 @@ def submit_jobs(
 
 def _prepare(request: JobRequest, cluster: Cluster | None, root: Path) -> _PreparedJob:
     """Create the run folder with everything the job reads."""
-    config = replace(request.config, environment=mask(request.environment))
+    config = with_prediction(replace(request.config, environment=mask(request.environment)), root)
     request = replace(request, config=config)
     run = RunFolder.create(root, config, datetime.now())
     run.write_command_line([Path(sys.argv[0]).name, *sys.argv[1:]])

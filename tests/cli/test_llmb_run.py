@@ -169,7 +169,9 @@ def test_real_run_writes_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_p
         "result.json",
         "llmb",
     }
-    assert json.loads((runs[-1] / "config.json").read_text())["environment"]["NOTE"] == "seen"
+    config = json.loads((runs[-1] / "config.json").read_text())
+    assert config["environment"]["NOTE"] == "seen"
+    assert config["predicted"]["note"] == "the speed of a CPU is not predicted"
     short = tmp_path / "llmb" / "runs" / "L2-llama3.1-8b-fp32-proxy"
     assert f"report: {short / 'report.html'}" in err.splitlines()
     assert (runs[-1] / "report.html").is_file()

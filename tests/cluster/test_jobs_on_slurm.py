@@ -378,6 +378,7 @@ def test_real_run_from_submit_to_the_table(slurm, llmb_run, monkeypatch, tmp_pat
     assert row["tokens_per_s_per_gpu"] > 0
     short = short_paths(install_root(os.environ)) / f"{job_id}-llama3.1-8b-fp32-gpus2-proxy"
     assert short.samefile(row["run_dir"])
+    assert RunFolder.open(short).read_config().predicted.memory_gib > 0
     store_path(install_root(os.environ)).unlink()
     llmb_run("jobs", "rebuild")
     assert rows(llmb_run) == [row]

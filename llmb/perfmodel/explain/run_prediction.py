@@ -1,10 +1,12 @@
 """Prediction of a resolved run, stored in its config.json: time with an interval, memory, terms.
 
     predict_run(config, install).value            seconds of a step
+    with_prediction(config, install)              the configuration that is shown, and written when a run starts
 
 Out-of-core runs take theirs from the plan. Where nothing can be predicted, a note says why.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from llmb.config.spec import Inference, OutOfCore, Predicted, RunConfig, Training
@@ -21,6 +23,11 @@ from llmb.perfmodel.step_time.step_setup import setup_of
 SERVING_ENGINES = {"native": "native", "trtllm": "trtllm"}  # engine of a run -> that of the serving predictor
 BETWEEN_RANKS = ("tp", "cp", "ep", "pp", "dp", "fsdp", "bubble", "jitter")  # terms
 ON_CPU = "the speed of a CPU is not predicted"
+
+
+def with_prediction(config: RunConfig, install: Path | None = None) -> RunConfig:
+    """Return the configuration with its prediction; one that is stored with a run stays."""
+    return config if config.predicted is not None else replace(config, predicted=predict_run(config, install))
 
 
 def predict_run(config: RunConfig, install: Path | None = None) -> Predicted:
