@@ -91,6 +91,8 @@ def _serving(config: RunConfig, memory_gib: float) -> Predicted:
         metric="output_tokens_per_s",
         value=prediction.output_tokens_per_s,
         interval_80=prediction.interval_80["output_tokens_per_s"],
+        ttft_ms=prediction.ttft_ms,
+        tpot_ms=prediction.tpot_ms,
         memory_gib=memory_gib,
         terms=terms,
         source=f"constants of engine {engine}",
