@@ -70,6 +70,24 @@ def test_an_undecided_verdict_is_neither_good_nor_bad(verdict):
     assert not colours & {"31", "32"}
 
 
+@pytest.mark.parametrize(
+    ("line", "word", "code"),
+    [
+        ("ok: llama is 0.10 % faster in tokens_per_s (limit 2 %)", "ok", "32"),
+        ("slower: llama is 3.10 % slower in tokens_per_s (limit 2 %)", "slower", "31"),
+        ("undecided: llama looks 0.10 % slower, too few samples", "undecided", "33"),
+        ("pass  llama  step_time_s 1.2, at most 2", "pass", "32"),
+        ("FAIL llama (3 s)", "FAIL", "31"),
+        ("L1   llama3.1  ok       0:05:10", "ok", "32"),
+        ("L1   llama3.1  oom", "oom", "31"),
+        ("4711  llama3.1  running  RUNNING", "running", "1"),
+        ("job L3, failed (rank 1: killed)", "failed (rank 1: killed)", "31"),
+    ],
+)
+def test_lines_of_gate_exemplar_and_jobs(line, word, code):
+    assert COLOUR.findall(printed(line).raw) == [(code, word)]
+
+
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_colours_can_be_refused(monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)

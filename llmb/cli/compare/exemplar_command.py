@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.cli.compare.ab_sides import side_of
     from llmb.config.serialization import to_json, write_atomic
     from llmb.report.compare.exemplar_report import suite_data, suite_junit, suite_text
+    from llmb.report.terminal.colour import print_coloured
     from llmb.results.compare.exemplar_suite import read_suite
 
     name, rows = read_suite(options.suite)
@@ -44,7 +45,10 @@ def run(options: argparse.Namespace) -> int:
     outcomes = [judge(row, side) for row, side in zip(rows, sides, strict=True)]
     if options.junit:
         write_atomic(options.junit, suite_junit(name, outcomes) + "\n")
-    print(to_json(suite_data(name, outcomes)) if options.json else f"\n{suite_text(name, outcomes)}")
+    if options.json:
+        print(to_json(suite_data(name, outcomes)))
+    else:
+        print_coloured(f"\n{suite_text(name, outcomes)}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
@@ -103,6 +107,7 @@ def _run_here(sides: Any, output: Any) -> Any:
     from llmb.cli.memory_check import check_memory
     from llmb.cli.run_options import load_recipes
     from llmb.report.compare.exemplar_report import RowOutcome
+    from llmb.report.terminal.colour import print_coloured
     from llmb.results.compare.exemplar_suite import checks
 
     for side in sides:
@@ -119,7 +124,7 @@ def _run_here(sides: Any, output: Any) -> Any:
             raise KeyboardInterrupt
         seconds, name = monotonic() - start, row.name or side.config.name
         outcome = RowOutcome(name=name, result=result, seconds=seconds, checks=tuple(checks(row, result)))
-        print(f"{'pass' if outcome.passed else 'FAIL'} {name} ({seconds:.0f} s)", file=output, flush=True)
+        print_coloured(f"{'pass' if outcome.passed else 'FAIL'} {name} ({seconds:.0f} s)", output)
         return outcome
 
     return judge

@@ -34,6 +34,7 @@ def add_commands(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write a baseline, or print one line and return whether the limit holds."""
     from llmb.config.serialization import build, read_json, to_json, to_plain, write_atomic
+    from llmb.report.terminal.colour import print_coloured
     from llmb.results.compare.baseline import Baseline, baseline_of, check_comparable, judge
 
     limit = percentage(options.max_slowdown, "--max-slowdown")
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(to_json({"figure": figure, "limit": limit, "name": current.name, **to_plain(verdict)}))
     else:
-        print(_line(figure, limit, verdict, current.name))
+        print_coloured(_line(figure, limit, verdict, current.name))
     return {"ok": 0, "slower": SLOWER, "undecided": UNDECIDED}[verdict.state]
 
 

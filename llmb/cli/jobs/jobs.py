@@ -84,6 +84,7 @@ def run_list(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.errors import ConfigError
     from llmb.report.table import terminal_width
+    from llmb.report.terminal.colour import print_coloured
 
     selected = filters(options)
     if options.watch and options.json:
@@ -110,7 +111,7 @@ def run_list(options: argparse.Namespace) -> int:
         for job in jobs:
             print(to_json(job))
         return 0
-    print(no_jobs or table(jobs, terminal_width()))
+    print_coloured(no_jobs or table(jobs, terminal_width()))
     if to_retry:
         print(f"to retry {', '.join(to_retry)}: llmb-run jobs --watch", file=sys.stderr)
     return 0
@@ -133,7 +134,7 @@ def run_show(options: argparse.Namespace) -> int:
     if options.json:
         print(to_json(result))
         return 0
-    print("\n".join(_describe(job, retries)))
+    print_coloured("\n".join(_describe(job, retries)))
     if job.status not in ("submitting", "pending"):  # which have no figures
         print_coloured(f"\n{summary(result)}")
     print(f"\nrun folder: {run.short_path}")

@@ -8,14 +8,18 @@ NO_COLOR (no-color.org) and TERM=dumb leave colours out; then Rich is not import
 import os
 import re
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 GOOD, DOUBTFUL, BAD, MINOR = "green", "yellow", "red", "dim"
+CELL_END = r"(?=  |$)"
 RULES = tuple(
     (re.compile(pattern, re.MULTILINE), style)
     for pattern, style in (
-        (r"^\S+: (?P<word>ok)(?=$| \()", GOOD),
-        (r"^\S+: (?P<word>(failed|oom|timeout|incomplete|diverged)\b.*)$", BAD),
+        (r"^(\S+:|job \S+,) (?P<word>ok)(?=$| \()", GOOD),
+        (r"^(\S+:|job \S+,) (?P<word>(failed|oom|timeout|incomplete|diverged|lost)\b.*)$", BAD),
         (r"^(?P<word>warning [A-Z_]+):", DOUBTFUL),
         (r"^(?P<word>note [A-Z_]+:.*)$", MINOR),
         (r"^verdict: (?P<word>.*)$", "bold"),
@@ -23,7 +27,14 @@ RULES = tuple(
         (r"^verdict: (?!too few).*?(?P<word>slower|fewer output tokens/s)(?! \(too few)", BAD),
         (r"(?<=^verdict: )(?P<word>too few samples to tell|no difference)", DOUBTFUL),
         (r"(?P<word>\(too few requests to tell\))", DOUBTFUL),
-        (r"^(?P<word>possible):", GOOD),
+        (r"^(?P<word>ok|possible):", GOOD),
+        (r"^(?P<word>slower):", BAD),
+        (r"^(?P<word>undecided):", DOUBTFUL),
+        (r"^(?P<word>pass) ", GOOD),  # a row of exemplar
+        (r"^(?P<word>FAIL) ", BAD),
+        (rf"(?<=  )(?P<word>ok){CELL_END}", GOOD),  # a status in a table of jobs
+        (rf"(?<=  )(?P<word>failed|oom|timeout|incomplete|diverged|lost){CELL_END}", BAD),
+        (rf"(?<=  )(?P<word>running){CELL_END}", "bold"),
         (r"^(?P<word>IMPOSSIBLE)\b", BAD),
     )
 )
@@ -37,14 +48,27 @@ def shows_colour(output: TextIO) -> bool:
 def print_coloured(text: str, output: TextIO | None = None) -> None:
     """Print a report; on a terminal with its verdict, status and warnings in colour."""
     output = sys.stdout if output is None else output
+    print(coloured(text, output), file=output, flush=True)
+
+
+def coloured(text: str, output: TextIO) -> str:
+    """Return a report as it is printed there, with escape codes where it shows colours."""
     if not shows_colour(output):
-        print(text, file=output)
-        return
+        return text
     from rich.console import Console
+
+    console = Console(file=output, force_terminal=True, soft_wrap=True, highlight=False)
+    with console.capture() as capture:
+        console.print(styled(text), end="")
+    return capture.get()
+
+
+def styled(text: str) -> "Text":
+    """Return a report with its colours, for a console of Rich."""
     from rich.text import Text
 
-    coloured = Text(text)
+    report = Text(text)
     for pattern, style in RULES:
         for match in pattern.finditer(text):
-            coloured.stylize(style, *match.span("word"))
-    Console(file=output, force_terminal=True, soft_wrap=True, highlight=False).print(coloured)
+            report.stylize(style, *match.span("word"))
+    return report
