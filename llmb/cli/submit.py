@@ -148,7 +148,8 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
     from llmb.launch.command import format_engine_command
     from llmb.launch.install_root import install_root
     from llmb.perfmodel.explain.run_prediction import with_prediction
-    from llmb.report.config_summary import dry_table
+    from llmb.report.predictions.dry_table import dry_table
+    from llmb.report.terminal.colour import print_report
 
     install = install_root(os.environ)
     resolved = [(task, with_prediction(config, install)) for task, config in resolved]
@@ -156,7 +157,7 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
         for _, config in resolved:
             print(to_json(config))
     else:
-        print(dry_table([(config, task.repeats) for task, config in resolved]))
+        print_report(dry_table([(config, task.repeats) for task, config in resolved]))
         for _, config in resolved:
             if config.engine != "native":
                 print(f"\n{config.name}: {format_engine_command(config)}", end="")
@@ -264,7 +265,7 @@ def run_one(
     from llmb.report.live_progress import LiveLine
     from llmb.report.serving_overview import overview
     from llmb.report.summary import summary
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     output = sys.stderr if as_json else sys.stdout
     jobs: list[str] = []
@@ -279,7 +280,7 @@ def run_one(
         run_dir, outcome, result = execute(config, environment, location, announce, live.show, python=python, **lineage)
     finally:
         live.close()
-    print_coloured(f"\n{summary(result)}\n\nrun folder: {run_dir.short_path}", output)
+    print_report(f"\n{summary(result)}\n\nrun folder: {run_dir.short_path}", output)
     if overview(result, config):
         print(f"all figures, in the layout of trtllm-bench: llmb-run jobs log {jobs[0]}", file=output)
     for line in describe_profile(run_dir, config):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from terminal_screen import Screen
 
-from llmb.report.terminal.colour import print_coloured
+from llmb.report.terminal.colour import print_report
 
 TEXT = """\
 pretrain_llama3.1_8b: ok
@@ -41,7 +41,7 @@ def terminal(monkeypatch):
 
 def printed(text):
     screen = ColourScreen()
-    print_coloured(text, screen)
+    print_report(text, screen)
     return screen
 
 
@@ -94,14 +94,14 @@ def test_colours_can_be_refused(monkeypatch, variable, value):
     assert printed(TEXT).raw == TEXT + "\n"
 
 
-def test_lines_longer_than_the_terminal_are_left_to_it(monkeypatch):
+def test_words_longer_than_the_terminal_are_left_to_it(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    assert printed("x" * 70 + " " + "y" * 70).raw.strip() == "x" * 70 + " " + "y" * 70
+    assert printed("x" * 70 + " " + "y" * 70).raw.strip() == "x" * 70 + "\n  " + "y" * 70
 
 
 def test_a_pipe_gets_plain_text():
     out = io.StringIO()
-    print_coloured(TEXT, out)
+    print_report(TEXT, out)
     assert out.getvalue() == TEXT + "\n"
 
 
@@ -109,8 +109,8 @@ def test_nothing_imports_rich_where_no_terminal_shows_it():
     code = (
         "import sys, llmb.cli.llmb_run as r\n"
         "from llmb.report.status_line import StatusLine\n"
-        "from llmb.report.terminal.colour import print_coloured\n"
-        "r.parser(); print_coloured('run: ok'); line = StatusLine(); line.draw('1/2', True, 0.5); line.close()\n"
+        "from llmb.report.terminal.colour import print_report\n"
+        "r.parser(); print_report('run: ok'); line = StatusLine(); line.draw('1/2', True, 0.5); line.close()\n"
         "print('rich' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

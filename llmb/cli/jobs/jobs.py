@@ -84,7 +84,7 @@ def run_list(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.errors import ConfigError
     from llmb.report.table import terminal_width
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     selected = filters(options)
     if options.watch and options.json:
@@ -111,7 +111,7 @@ def run_list(options: argparse.Namespace) -> int:
         for job in jobs:
             print(to_json(job))
         return 0
-    print_coloured(no_jobs or table(jobs, terminal_width()))
+    print_report(no_jobs or table(jobs, terminal_width()))
     if to_retry:
         print(f"to retry {', '.join(to_retry)}: llmb-run jobs --watch", file=sys.stderr)
     return 0
@@ -124,7 +124,7 @@ def run_show(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.launch.run_folder import RunFolder
     from llmb.report.summary import summary
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     with open_store() as store:
         (job,) = _refresh(store, [store.job(options.job_id)])
@@ -134,9 +134,9 @@ def run_show(options: argparse.Namespace) -> int:
     if options.json:
         print(to_json(result))
         return 0
-    print_coloured("\n".join(_describe(job, retries)))
+    print_report("\n".join(_describe(job, retries)))
     if job.status not in ("submitting", "pending"):  # which have no figures
-        print_coloured(f"\n{summary(result)}")
+        print_report(f"\n{summary(result)}")
     print(f"\nrun folder: {run.short_path}")
     if not job.going:
         print("".join(f"{line}\n" for line in describe_profile(run, config)), end="")

@@ -1,6 +1,6 @@
-"""Colours of verdicts, statuses and warnings, on a terminal only: the text itself is the same everywhere.
+"""Colours of verdicts, statuses and warnings, on a terminal only: the words are the same everywhere.
 
-    print_coloured(summary(result))
+    print_report(summary(result))
 
 NO_COLOR (no-color.org) and TERM=dumb leave colours out; then Rich is not imported.
 """
@@ -9,6 +9,9 @@ import os
 import re
 import sys
 from typing import TYPE_CHECKING, TextIO
+
+from llmb.report.table import terminal_width
+from llmb.report.terminal.folding import INDENT, fold, fold_offsets
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -45,30 +48,32 @@ def shows_colour(output: TextIO) -> bool:
     return output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def print_coloured(text: str, output: TextIO | None = None) -> None:
-    """Print a report; on a terminal with its verdict, status and warnings in colour."""
+def print_report(text: str, output: TextIO | None = None) -> None:
+    """Print a report; on a terminal within its width, with verdict, status and warnings in colour."""
     output = sys.stdout if output is None else output
     print(coloured(text, output), file=output, flush=True)
 
 
 def coloured(text: str, output: TextIO) -> str:
-    """Return a report as it is printed there, with escape codes where it shows colours."""
+    """Return a report as it is printed there: within the terminal's width, with escape codes where it shows colours."""
+    width = terminal_width()
     if not shows_colour(output):
-        return text
+        return fold(text, width)
     from rich.console import Console
 
     console = Console(file=output, force_terminal=True, soft_wrap=True, highlight=False)
     with console.capture() as capture:
-        console.print(styled(text), end="")
+        console.print(styled(text, width), end="")
     return capture.get()
 
 
-def styled(text: str) -> "Text":
-    """Return a report with its colours, for a console of Rich."""
+def styled(text: str, width: int | None) -> "Text":
+    """Return a report with its colours and line breaks, for a console of Rich."""
     from rich.text import Text
 
     report = Text(text)
     for pattern, style in RULES:
         for match in pattern.finditer(text):
             report.stylize(style, *match.span("word"))
-    return report
+    first, *others = report.divide(fold_offsets(text, width))
+    return Text(f"\n{INDENT}").join([first, *(line[1:] for line in others)])  # without the space that was broken at
