@@ -141,7 +141,10 @@ def test_one_invalid_task_does_not_stop_the_others(llmb_run):
         "submit", "-w", "pretrain_grok1", "-d", "fp8,bf16", "--scale", "128,130", "--gpu-type", "gb200", "--dry-run"
     )
     assert code == 1
-    assert sum("gpus128" in line for line in out.splitlines() if line.startswith("pretrain_grok1")) == 2
+    assert [line.split()[:4] for line in out.splitlines() if "gpus128" in line][:2] == [
+        ["1", "pretrain_grok1", "314b", "fp8"],
+        ["2", "pretrain_grok1", "314b", "bf16"],
+    ]
     assert "skipped: scale 130" in err
 
 

@@ -9,6 +9,7 @@ Out-of-core runs take theirs from the plan. Where nothing can be predicted, a no
 from dataclasses import replace
 from pathlib import Path
 
+from llmb.config.load_settings import LoadConfig
 from llmb.config.spec import Inference, OutOfCore, Predicted, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
@@ -26,8 +27,10 @@ ON_CPU = "the speed of a CPU is not predicted"
 
 
 def with_prediction(config: RunConfig, install: Path | None = None) -> RunConfig:
-    """Return the configuration with its prediction; one that is stored with a run stays."""
-    return config if config.predicted is not None else replace(config, predicted=predict_run(config, install))
+    """Return the configuration with its prediction; a stored one stays, a load on an unknown server has none."""
+    if config.predicted is not None or isinstance(config, LoadConfig):
+        return config
+    return replace(config, predicted=predict_run(config, install))
 
 
 def predict_run(config: RunConfig, install: Path | None = None) -> Predicted:
