@@ -61,6 +61,7 @@ test-gpu-all: test-gpu
 docs: $(VENV)/engine $(VENV)/chromium
 	$(BIN)/python docs/references.py > docs/references.md
 	$(BIN)/python docs/page_pictures.py docs/pictures
+	$(BIN)/python docs/terminal_picture.py docs/pictures/terminal.svg
 
 bench: $(VENV)/engine
 	$(BIN)/python bench/desk.py

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from llmb.cli.run_options import gpu_here, known_gpu_type, load_recipes, reported_memory
+from llmb.cli.run_options import gpu_here, known_gpu_type, load_recipes, one_rank_here, reported_memory
 from llmb.config.overrides import Setting, parse_use_case
 from llmb.config.resolve import resolve_all
 from llmb.config.run_list import RunSelection, Task, tasks_for
@@ -27,13 +27,15 @@ def resolve(
     proxy: bool | Literal["small", "true-width"] = False,
     layout: str | None = None,
     engine: str | None = None,
+    one_rank: bool | int = False,
     force: bool = False,
     **settings: Any,
 ) -> RunConfig:
     """Return the complete, checked configuration of one run.
 
     The arguments are the options of `llmb-run submit`, any other keyword is a setting as in `--set`. `gpu`: the GPU
-    type the recipe row is for; default: what this machine has. Environment variables have no effect.
+    type the recipe row is for; default: what this machine has. `one_rank`: run one rank of the layout on one GPU here,
+    True for one with the most work, or its number. Environment variables have no effect.
 
     >>> config = llmb.resolve("pretrain_llama3.1", size="8b", dtype="fp8", gpus=16, gpu="h100", mbs=1, steps=20)
     >>> config.workload.mbs, config.workload.steps, config.parallel.cp
@@ -54,6 +56,7 @@ def resolve(
         gpu_here=gpu is None,
         proxy=_proxy(proxy),
         layout=layout.lower() if layout else None,
+        one_rank=_one_rank(one_rank),
         force=force,
         settings=(
             *([] if engine is None else [Setting(field="engine", value=engine, source="engine")]),
@@ -70,8 +73,8 @@ def resolve(
 def predict(config: RunConfig) -> Predicted:
     """Return the predicted time and memory of a run, with an 80 % interval and the terms that the time consists of.
 
-    Training is predicted in seconds of a step, serving in output tokens/s. `value` is None where nothing can be
-    predicted, as on a CPU, and `note` says why.
+    Training is predicted in seconds of a step, serving in output tokens/s, with `ttft_ms` and `tpot_ms`. `value` is
+    None where nothing can be predicted, as on a CPU, and `note` says why.
 
     >>> config = llmb.resolve("pretrain_llama3.1", size="405b", dtype="fp8", gpus=1024, gpu="h100")
     >>> predicted = llmb.predict(config)
@@ -89,6 +92,14 @@ def _proxy(proxy: bool | str) -> Any:
     if proxy and proxy not in PROXIES:
         raise UnknownName("proxy", proxy, (True, *PROXIES))
     return proxy or None
+
+
+def _one_rank(one_rank: Any) -> Any:
+    if one_rank is True or one_rank is False:
+        return one_rank_here(None) if one_rank else None
+    if not isinstance(one_rank, int) or one_rank < 0:
+        raise ConfigError(f"one_rank: expected True or the number of a rank, from 0, got {one_rank!r}")
+    return one_rank_here(one_rank)
 
 
 def _gpu_count(gpus: Any) -> int:

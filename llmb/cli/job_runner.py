@@ -56,15 +56,17 @@ def run_job(run: RunFolder, container: Sequence[str], environ: Mapping[str, str]
         (TIME_LIMIT_SIGNAL, END_SIGNAL)
     ):  # none may cut the result off; while ranks run, run_local has them
         run = job_folder(run, config, environ)
+        submission = read_submission(run)
         try:
-            check_node_memory(config, force=_is_forced(run))
+            check_node_memory(config, force=submission is not None and submission.force)
             run_in_allocation(config, run, {}, _ignore_event, container, environ)
         except LlmbError as error:
             _record_failure(run, str(error))
             print(f"ERROR: {error}", file=sys.stderr)
         result = write_result(run, config)
         _print_result(run, config, result)
-        print(write_report(run))
+        if submission is None or submission.report:
+            print(write_report(run))
     return _exit_code(result)
 
 
@@ -80,12 +82,6 @@ def _refuse(run: RunFolder, environ: Mapping[str, str]) -> int:
     _, result = load_run(run)
     print(f"ERROR: job {name} has ended: {result.status}; to run it again: llmb-run jobs retry {name}", file=sys.stderr)
     return _exit_code(result)
-
-
-def _is_forced(run: RunFolder) -> bool:
-    """Return whether the job was submitted with --force."""
-    submission = read_submission(run)
-    return submission is not None and submission.force
 
 
 def _exit_code(result: Result) -> int:
@@ -167,7 +163,7 @@ def _print_result(run: RunFolder, config: RunConfig, result: Result) -> None:
     block = overview(result, config)
     if block and config.engine == "native":  # another engine has printed its own
         run.add_to_log(block)
-    print(f"{summary(result)}\n\nrun folder: {run.path}")
+    print(f"{summary(result)}\n\nrun folder: {run.short_path}")
 
 
 def _ignore_event(event: Event) -> None:

@@ -124,19 +124,22 @@ def run_show(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.launch.command import format_engine_command
     from llmb.launch.install_root import install_root
+    from llmb.perfmodel.explain.run_prediction import with_prediction
     from llmb.report.config_summary import describe
+    from llmb.report.terminal.colour import print_report
 
-    recipes = recipes_for(options)
-    resolved, bad = resolve_all(
-        tasks_for(run_options.run_selection(options), recipes), recipes, install_root(os.environ)
-    )
+    recipes, install = recipes_for(options), install_root(os.environ)
+    resolved, bad = resolve_all(tasks_for(run_options.run_selection(options), recipes), recipes, install)
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
     if options.memory:
         _show_memory([config for _, config in resolved], options.json)
     else:
-        for _, config in resolved:
-            print(to_json(config, indent=2) if options.json else describe(config, format_engine_command(config)) + "\n")
+        for config in (with_prediction(config, install) for _, config in resolved):
+            if options.json:
+                print(to_json(config, indent=2))
+            else:
+                print_report(describe(config, format_engine_command(config)) + "\n")
     return 1 if bad else 0
 
 

@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.launch.install_root import install_root
     from llmb.report.plan_figures import as_data, plan_figures
     from llmb.report.plan_text import describe_plan
+    from llmb.report.terminal.colour import print_report
 
     recipes = recipes_for(options)
     planned = ", ".join(key for key, recipe in recipes.items() if recipe.kind == "outofcore")
@@ -60,6 +61,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
     for _, config in resolved:
         figures = plan_figures(config)
-        print(to_json(as_data(figures)) if options.json else describe_plan(figures) + "\n")
+        if options.json:
+            print(to_json(as_data(figures)))
+        else:
+            print_report(describe_plan(figures) + "\n")
         warn(misfits(config, recipes, local=True))
     return 1 if bad else 0

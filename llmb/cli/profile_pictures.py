@@ -20,19 +20,23 @@ def describe_profile(run: RunFolder, config: RunConfig) -> list[str]:
     """Return lines with each kind of profile that the run has written and the program that opens it."""
     if not config.profile.profile:
         return []
-    lines = [f"profile: {run.profile_page}", "  open it in a browser"] if run.profile_page.exists() else []
-    lines += _files("trace", sorted(run.profile.glob("trace*.json.gz")), "open it in ui.perfetto.dev")
+    lines = (
+        [f"profile: {run.short_path_of(run.profile_page)}", "  open it in a browser"]
+        if run.profile_page.exists()
+        else []
+    )
+    lines += _files(run, "trace", sorted(run.profile.glob("trace*.json.gz")), "open it in ui.perfetto.dev")
     reports = sorted(run.work.glob(f"{nsys_command.FOLDER}/*.nsys-rep"))
-    lines += _files("profile", reports, "open it in Nsight Systems: nsys-ui FILE, or nsys stats FILE")
-    return lines or [f"profile: none was written; the log may say why: {run.log}"]
+    lines += _files(run, "profile", reports, "open it in Nsight Systems: nsys-ui FILE, or nsys stats FILE")
+    return lines or [f"profile: none was written; the log may say why: {run.short_path_of(run.log)}"]
 
 
-def _files(kind: str, paths: list[Path], how: str) -> list[str]:
+def _files(run: RunFolder, kind: str, paths: list[Path], how: str) -> list[str]:
     """Return the first file, on a line of its own to be copied; those of other ranks lie beside it."""
     if not paths:
         return []
     others = f"; {len(paths) - 1} more beside it, one per rank" if len(paths) > 1 else ""
-    return [f"{kind}: {paths[0]}", f"  {how}{others}"]
+    return [f"{kind}: {run.short_path_of(paths[0])}", f"  {how}{others}"]
 
 
 def draw_profile(run: RunFolder, config: RunConfig) -> None:

@@ -168,18 +168,24 @@ def run_selection(options: argparse.Namespace) -> Any:
 
 def _one_rank(text: str | None) -> Any:
     """Return the rank that runs alone, and the GPU of this machine that it runs on."""
-    from llmb.config.row_selection import OneRankRequest
-    from llmb.config.spec import Machine
     from llmb.errors import ConfigError
 
     if text is None:
         return None
     if text != BUSIEST and not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
         raise ConfigError(f"--one-rank: expected the number of a rank, from 0, or nothing, got {text[:60]!r}")
+    return one_rank_here(None if text == BUSIEST else int(text))
+
+
+def one_rank_here(rank: int | None) -> Any:
+    """Return the request of one rank on this machine's GPU; None: a rank of the stage with the most work."""
+    from llmb.config.row_selection import OneRankRequest
+    from llmb.config.spec import Machine
+
     gpu = gpu_here()
     memory = reported_memory(gpu)
     machine = None if gpu is None else Machine(gpu=gpu, gpus=1, gpus_per_node=1, gpu_memory_bytes=memory)
-    return OneRankRequest(rank=None if text == BUSIEST else int(text), machine=machine)
+    return OneRankRequest(rank=rank, machine=machine)
 
 
 def _server_url(url: str | None) -> str | None:

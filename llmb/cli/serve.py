@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder
     from llmb.launch.server_process import check_api_key_variable, run_server
+    from llmb.perfmodel.explain.run_prediction import with_prediction
 
     settings = _with_absolute_paths(server_options(options))
     check_api_key_variable(settings.api_key_env)
@@ -52,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
     config = _resolve(options, recipes)
     check_runs_here(config, settings.replicas, advice="")
     _check_memory(config, settings.replicas, options.force, recipes)
-    run_dir = RunFolder.create(install_root(os.environ), config, datetime.now())
+    install = install_root(os.environ)
+    config = with_prediction(config, install)
+    run_dir = RunFolder.create(install, config, datetime.now())
     print(f"{config.name}\nrun folder: {run_dir.path}", flush=True)
     key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
     return run_server(config, run_dir, server_arguments(settings), {"API_KEY": key} if key else {})

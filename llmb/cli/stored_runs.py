@@ -46,7 +46,7 @@ def write_result(run: RunFolder, config: RunConfig) -> Result:
 def read_timed_run(log: Path) -> TimedRun | None:
     """Return the step times of a log, our own or another engine's; None: no training run, or an older start of one."""
     run = RunFolder.of_log(log)
-    if run is not None and log.absolute().parent != run.work:
+    if run is not None and log.resolve().parent != run.work.resolve():
         return None
     config = _config_of_log(log, run)
     if run is None or config is None:
@@ -64,7 +64,7 @@ def usual_window(log: Path, log_format: str | None, recipe_windows: Mapping[str,
 
 def _config_of_log(log: Path, run: RunFolder | None) -> RunConfig | None:
     """Return the configuration of the run whose log this is; None where there is none, or it is damaged."""
-    if run is None or log.absolute() != run.log:
+    if run is None or log.resolve() != run.log.resolve():
         return None
     try:
         return run.read_config()

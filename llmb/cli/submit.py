@@ -36,7 +36,7 @@ def add_commands(commands: Any) -> None:
         add("-r", "--repeats", type=int, default=1, metavar="N", help="run each configuration N times")
         add("--env", action="append", default=[], metavar="K=V", help="environment variable for the ranks")
         add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
-        add("--no-report", action="store_true", help="write no report.html when a run ends here")
+        add("--no-report", action="store_true", help="write no report.html when a run ends")
         add("--dry-run", action="store_true", help="say what would run, and run nothing")
         add("--json", action="store_true", help="print the stored Result as the last line; of Slurm, a line a job")
 
@@ -153,13 +153,18 @@ def parse_environment(pairs: list[str]) -> dict[str, str]:
 def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
     from llmb.config.serialization import to_json
     from llmb.launch.command import format_engine_command
-    from llmb.report.config_summary import dry_table
+    from llmb.launch.install_root import install_root
+    from llmb.perfmodel.explain.run_prediction import with_prediction
+    from llmb.report.predictions.dry_table import dry_table
+    from llmb.report.terminal.colour import print_report
 
+    install = install_root(os.environ)
+    resolved = [(task, with_prediction(config, install)) for task, config in resolved]
     if as_json:
         for _, config in resolved:
             print(to_json(config))
     else:
-        print(dry_table([(config, task.repeats) for task, config in resolved]))
+        print_report(dry_table([(config, task.repeats) for task, config in resolved]))
         for _, config in resolved:
             if config.engine != "native":
                 print(f"\n{config.name}: {format_engine_command(config)}", end="")
@@ -267,7 +272,7 @@ def run_one(
     from llmb.report.live_progress import LiveLine
     from llmb.report.serving_overview import overview
     from llmb.report.summary import summary
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     output = sys.stderr if as_json else sys.stdout
     jobs: list[str] = []
@@ -275,14 +280,14 @@ def run_one(
     def announce(job: str, run_dir: Any) -> None:
         jobs.append(job)
         run_dir.write_command_line([Path(sys.argv[0]).name, *sys.argv[1:]])
-        print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=output, flush=True)
+        print(f"job {job}: {config.name}\nrun folder: {run_dir.short_path}", file=output, flush=True)
 
     live = LiveLine(config)
     try:
         run_dir, outcome, result = execute(config, environment, location, announce, live.show, python=python, **lineage)
     finally:
         live.close()
-    print_coloured(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", output)
+    print_report(f"\n{summary(result)}\n\nrun folder: {run_dir.short_path}", output)
     if overview(result, config):
         print(f"all figures, in the layout of trtllm-bench: llmb-run jobs log {jobs[0]}", file=output)
     for line in describe_profile(run_dir, config):
@@ -315,14 +320,17 @@ def execute(
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder, store_path
     from llmb.launch.run_lock import exclusive_run_lock
+    from llmb.perfmodel.explain.run_prediction import with_prediction
     from llmb.report.serving_overview import overview
     from llmb.results.job_store import Store
 
     root = install_root(os.environ)
+    config = with_prediction(config, root)
     lock = exclusive_run_lock(root, config) if location == "local" else nullcontext()
     with lock, Store(store_path(root)) as store:
         run_dir = RunFolder.create(root, config, datetime.now())
         job = _add_job(store, config, run_dir, location, **lineage)
+        run_dir.add_short_path(job)
         announce(job, run_dir)
         try:
             outcome = _launch(config, run_dir, environment, on_event, location, python)

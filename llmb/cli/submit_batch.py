@@ -33,6 +33,7 @@ from llmb.launch.slurm.job_script import (
 )
 from llmb.launch.slurm.srun import gpus_per_node_override
 from llmb.launch.slurm.submission import Submission, new_token, record_job_name, write_submission
+from llmb.perfmodel.explain.run_prediction import with_prediction
 from llmb.results.job_store import Store
 
 MAX_CONCURRENT_SBATCH = 8  # sbatch
@@ -57,6 +58,7 @@ class JobRequest:
     attempt: int = 1
     retries: int = 0
     force: bool = False  # start on nodes with too little memory too
+    report: bool = True  # write report.html when the job ends
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def submit_jobs(
 
 def _prepare(request: JobRequest, cluster: Cluster | None, root: Path) -> _PreparedJob:
     """Create the run folder with everything the job reads."""
-    config = replace(request.config, environment=mask(request.environment))
+    config = with_prediction(replace(request.config, environment=mask(request.environment)), root)
     request = replace(request, config=config)
     run = RunFolder.create(root, config, datetime.now())
     run.write_command_line([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -174,6 +176,7 @@ def _prepare(request: JobRequest, cluster: Cluster | None, root: Path) -> _Prepa
         attempt=request.attempt,
         retries=request.retries,
         force=request.force,
+        report=request.report,
         sbatch_overrides=to_plain(request.sbatch_overrides),
     )
     write_submission(run, submission)
@@ -222,7 +225,10 @@ def _record_submissions(
         elif not isinstance(outcome, slurm_jobs.SlurmUnavailable):
             _settle(job, str(outcome))
     with store.many():
-        return [_record_outcome(store, job, outcome) for job, outcome in outcomes]
+        sent = [_record_outcome(store, job, outcome) for job, outcome in outcomes]
+    for accepted in (outcome for outcome in sent if outcome.error is None):
+        accepted.run.add_short_path(accepted.job_id)
+    return sent
 
 
 def _settle(job: _PreparedJob, reason: str) -> None:

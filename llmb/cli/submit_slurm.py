@@ -85,7 +85,7 @@ def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace, rec
         elif options.json:
             print(to_json({"job_id": sent.job_id, "name": sent.request.config.name, "run_dir": str(sent.run.path)}))
         else:
-            print(f"job {sent.job_id}: {sent.request.config.name}\nrun folder: {sent.run.path}", flush=True)
+            print(f"job {sent.job_id}: {sent.request.config.name}\nrun folder: {sent.run.short_path}", flush=True)
 
     listed = _requests(resolved, options)
     check_memory([request.config for request, _ in listed], recipes, local=False, force=options.force)
@@ -128,6 +128,7 @@ def _requests(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> l
             sbatch_overrides=requested,
             retries=options.retries,
             force=options.force,
+            report=not options.no_report,
         )
         requests.append((request, task.repeats))
     return requests

@@ -7,7 +7,7 @@ used.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +175,7 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     if request.proxy == "true-width":
         config = at_true_width(config, request.memory_gib)
     check_engine_support(config)
-    from llmb.perfmodel.explain.run_prediction import predict_run  # imported here: it is slow to import
-    from llmb.perfmodel.offload.machine_rates import measured_ceilings
-
-    ceilings = measured_ceilings(config.launch_machine.gpu, install) if install is not None else None
-    return replace(config, predicted=predict_run(config, install), ceilings=ceilings)
+    return config
 
 
 def _refuse_true_width(recipe: Recipe, request: RunRequest) -> None:

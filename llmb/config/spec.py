@@ -368,6 +368,8 @@ class Predicted:
     metric: Literal["step_time_s", "output_tokens_per_s"]
     value: float | None = None
     interval_80: tuple[float, float] | None = None  # lowest and highest value; none: not known
+    ttft_ms: float | None = None  # this and the next: of serving, means over all requests
+    tpot_ms: float | None = None
     memory_gib: float | None = None  # of the fullest GPU
     terms: dict[str, float] = field(default_factory=dict)  # seconds of a step by kind of work
     source: str | None = None  # of the rates

@@ -9,6 +9,10 @@
           command.txt llmb-config_<jobid>.yaml profile/
           (the log of serving runs is <name>_streaming-<on/off>_<jobid>.out)
           submission.json slurm-<jobid>.out allocation.json restart-<n>/         of Slurm jobs
+      runs/<jobid>-llama3.1-8b-bf16                    short path: a link to the folder above
+
+The long path is the one of NVIDIA's recipe documents. The short one is a link to it, because the id of a Slurm job is
+only known once its folder exists.
 
 A run folder is created once; nothing here reuses or deletes one. Slurm may requeue a job under its old id while ranks
 of the first start are still alive on a node it lost: so each start but the first works in restart-<n>/, with its own
@@ -18,11 +22,14 @@ pid, events, log and result, and the newest start counts.
 import errno
 import json
 import os
+import re
 import shlex
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from glob import escape
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -37,6 +44,7 @@ from llmb.launch.secrets import mask, scrub_thoroughly
 CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
 RESTART_PREFIX = "restart-"
+MAX_SHORT_NAME = 80  # characters
 MAX_NAME_BYTES = 200  # file systems allow 255, and a time stamp or a suffix is added to the name
 
 
@@ -48,6 +56,11 @@ def store_path(install: Path) -> Path:
 def workload_path(install: Path, workload: str) -> Path:
     """Return the folder of a workload, $LLMB_WORKLOAD of the recipe documents."""
     return install / "workloads" / workload
+
+
+def short_paths(install: Path) -> Path:
+    """Return the folder of short paths, one for each run that has a job id."""
+    return install / "runs"
 
 
 def experiment_path(install: Path, config: RunConfig) -> Path:
@@ -107,8 +120,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """Open the run folder at `path`."""
-        run_folder = cls(path.absolute())
+        """Open the run folder at `path`, long or short."""
+        path = path.absolute()
+        run_folder = cls(Path(os.path.normpath(path.parent / os.readlink(path))) if path.is_symlink() else path)
         if not run_folder.config.is_file():
             raise ConfigError(f"{printable_path(path)} is not a run folder: it holds no {CONFIG_FILE}")
         return run_folder._newest_start()
@@ -149,6 +163,34 @@ class RunFolder:
         except OSError as error:
             raise write_error(restarted.work, error) from error
         return restarted
+
+    def add_short_path(self, job_id: str) -> None:
+        """Link the short path of this job id to the folder; a disk without links has none, which fails no run."""
+        short = short_paths(self.install) / _short_name(job_id, read_json(self.config))
+        temporary = short.with_name(f".{short.name}.{os.getpid()}")
+        try:
+            short.parent.mkdir(exist_ok=True)
+            temporary.symlink_to(os.path.relpath(self.path, short.parent))
+            os.replace(temporary, short)  # the id may be that of a run whose row is lost
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+
+    @property
+    def short_path(self) -> Path:
+        """Short path of the folder; the long one where it has none."""
+        if self.job_id is None or len(self.path.parents) < 6:  # no job, or no folder of an installation
+            return self.path
+        short = short_paths(self.install)
+        target = os.path.relpath(self.path, short)
+        links = short.glob(
+            f"{escape(self.job_id)}[-@]*"
+        )  # 17-2 where Slurm reused the id 17, L1@eos of an imported run
+        return next((link for link in links if link.is_symlink() and os.readlink(link) == target), self.path)
+
+    def short_path_of(self, path: Path) -> Path:
+        """Return a path in this folder as messages show it."""
+        return self.short_path / path.relative_to(self.path)
 
     def read_config(self) -> RunConfig:
         """Read the configuration of the run."""
@@ -347,3 +389,14 @@ def _claim_folder(experiment: Path, stamp: str) -> Path:
             number = max(number, sum(name.startswith(stamp) for name in os.listdir(experiment))) + 1
         except OSError as error:
             raise write_error(folder, error) from error
+
+
+def _short_name(job_id: str, config: dict[str, Any]) -> str:
+    """Return the name of a short path: L12-llama3.1-8b-bf16, 4711-grok1-314b-fp8-gpus512, L3-llama3.1-8b-fp32-proxy."""
+    gpus = config["machine"]["gpus"] or 1
+    words = [job_id, config["target"].removeprefix("pretrain_"), config["size"], config["precision"]["dtype"]]
+    words += [f"gpus{gpus}"] if gpus > 1 else []
+    words += ["one-rank"] if config.get("one_rank") else []
+    words += ["proxy"] if config["proxy"] else []
+    name = "-".join(filter(None, words))
+    return re.sub(r"[^A-Za-z0-9.@-]+", "-", name)[:MAX_SHORT_NAME]

@@ -6,7 +6,7 @@ attention saves q, k, v, its output and the fp32 logsumexp of each query and hea
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.perfmodel.expert_capacity import dispatched_rows
@@ -187,13 +187,11 @@ class ActivationSizes:
         """
         if has_explicit_layers(self.config):
             return self._explicit_working(layer, forward)
-        weights = [weight.on_rank(self.parallel) for weight in layer_weights(self.model, layer)]
-        matrices = [weight for weight in weights if weight.is_matrix]
-        widest = max(self.model.hidden, *(weight.shape[-2] for weight in matrices))
-        activation = self.tokens * widest * self.value_bytes
+        rows, expert_size = _largest_matrices(tuple(layer_weights(self.model, layer)), self.parallel)
+        activation = self.tokens * max(self.model.hidden, rows) * self.value_bytes
         if forward:
             return 4 * activation
-        return 3 * activation + self.value_bytes * max((weight.size for weight in matrices if weight.routed), default=0)
+        return 3 * activation + self.value_bytes * expert_size
 
     def _explicit_working(self, layer: int, forward: bool) -> float:
         """Output of the MLP's activation, and the output of the layer; in backward their gradients.
@@ -256,3 +254,11 @@ class ActivationSizes:
         logits *= 1 if self.model.logit_softcap is None else 2  # the derivative of the softcap
         local = self.residual if self.parallel.tp > 1 else 0.0
         return logits + self.tokens * self.model.hidden * self.value_bytes + local
+
+
+@lru_cache(maxsize=64)
+def _largest_matrices(weights: tuple[Weight, ...], parallel: Parallel) -> tuple[int, int]:
+    """Return the rows of a layer's widest matrix on a rank, and the values of its largest routed one."""
+    matrices = [weight.on_rank(parallel) for weight in weights if weight.is_matrix]
+    rows = max((weight.shape[-2] for weight in matrices), default=0)
+    return rows, max((weight.size for weight in matrices if weight.routed), default=0)

@@ -10,6 +10,7 @@ in fp8 what is quantized once per step.
 
 from collections import Counter
 from functools import cache
+from operator import add
 
 from llmb.config.spec import RunConfig, Training
 from llmb.perfmodel.activation_memory import ActivationSizes
@@ -20,7 +21,6 @@ from llmb.perfmodel.pass_memory import (
     OPTIMIZER,
     WEIGHTS,
     BytesByPurpose,
-    PassMemory,
     StagePasses,
     UnitValues,
     offloaded_layers,
@@ -28,6 +28,8 @@ from llmb.perfmodel.pass_memory import (
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
 from llmb.perfmodel.shards import StageShape, rank_stages, stage_units
 
+Sizes = tuple[float, ...]  # bytes by purpose, in this order: a step adds thousands of them
+PURPOSES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
 LOW_BITS_BYTES = 2  # of a master weight in fp32, whose other half GEMMs read
 SIMULATED_ROUNDS = 4  # of pp micro-batches each: warm-up, two steady rounds and cool-down contain every peak of a step
 
@@ -53,20 +55,22 @@ def _peak_of_rank(config: RunConfig, rank: int) -> dict[str, float]:
     micro_batches = _simulated_micro_batches(work.ga, parallel.pp)
 
     @cache
-    def pass_memory(index: int, first: bool, last: bool, forward: bool) -> PassMemory:
-        return passes[index].forward(first) if forward else passes[index].backward(first, last)
+    def pass_memory(index: int, first: bool, last: bool, forward: bool) -> tuple[Sizes, Sizes]:
+        """Return the peak of a pass and its change."""
+        memory = passes[index].forward(first) if forward else passes[index].backward(first, last)
+        return _sizes(memory.peak), _sizes(memory.change)
 
-    held = _state(config, stages)
+    state = _state(config, stages)
     overlap_send = parallel.pp > 1 and parallel.overlap_send
-    held[ACTIVATIONS] += MAX_PENDING_SENDS * ActivationSizes(config).residual * overlap_send  # type: ignore[assignment]
-    peak = held
+    state[ACTIVATIONS] += MAX_PENDING_SENDS * ActivationSizes(config).residual * overlap_send  # type: ignore[assignment]
+    held = peak = _sizes(state)
     for index, micro, forward in rank_order(parallel.pp, parallel.vp, micro_batches, rank):
-        memory = pass_memory(index, micro == 0, micro == micro_batches - 1, forward)
-        highest = _sum(held, memory.peak)
-        if sum(highest.values()) > sum(peak.values()):
+        added, change = pass_memory(index, micro == 0, micro == micro_batches - 1, forward)
+        highest = tuple(map(add, held, added))
+        if sum(highest) > sum(peak):
             peak = highest
-        held = _sum(held, memory.change)
-    return {name: peak[name] for name in (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS)}
+        held = tuple(map(add, held, change))
+    return dict(zip(PURPOSES, peak, strict=True))
 
 
 def _state(config: RunConfig, stages: list[StageShape]) -> BytesByPurpose:
@@ -88,7 +92,5 @@ def _simulated_micro_batches(ga: int, pp: int) -> int:
     return min(ga, simulated)
 
 
-def _sum(a: BytesByPurpose, b: BytesByPurpose) -> BytesByPurpose:
-    total = Counter(a)
-    total.update(b)
-    return total
+def _sizes(memory: BytesByPurpose) -> Sizes:
+    return tuple(memory[purpose] for purpose in PURPOSES)

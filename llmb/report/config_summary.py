@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from llmb.config.native.departures import departure_lines, departures, is_departure
+from llmb.config.native.departures import departures, is_departure
 from llmb.config.native.one_rank import describe_rank
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Inference, OutOfCore, RunConfig
@@ -11,7 +11,7 @@ from llmb.perfmodel import flops, hardware, params
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.memory_fit import misfit
 from llmb.report.predictions.predicted_lines import predicted_lines
-from llmb.report.setting_text import override_text, settings
+from llmb.report.setting_text import settings
 from llmb.report.table import number, render, terminal_width
 
 
@@ -23,7 +23,7 @@ def describe(config: RunConfig, command: str) -> str:
             [
                 config.name,
                 *([f"proxy: {config.proxy}"] if config.proxy else []),
-                *([_one_rank(config)] if config.one_rank else []),
+                *([one_rank_text(config)] if config.one_rank else []),
                 *(f"departs from the recipe: {line}" for line in departures(config)),
                 *predicted_lines(config),
             ]
@@ -48,7 +48,7 @@ def describe(config: RunConfig, command: str) -> str:
     return "\n\n".join(parts)
 
 
-def _one_rank(config: RunConfig) -> str:
+def one_rank_text(config: RunConfig) -> str:
     """Return which rank runs where, without the others."""
     machine = hardware.gpu(config.launch_machine.gpu).title
     return f"one rank only: {describe_rank(config)}, on {machine}; communication and bubble are modelled"
@@ -82,23 +82,3 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
     budget = estimate.device_budget
     yield "memory of one GPU", number(budget / hardware.GIB) if budget else None, "GiB"
     yield "fits, by the estimate", None if estimate.fits is None else misfit(config) is None, ""
-
-
-def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
-    """Return one line per run, with departures from the recipe below."""
-    rows = [
-        (c.target, c.size, c.precision.dtype, c.machine.gpus, c.machine.gpu, bool(c.proxy), repeats, c.name)
-        for c, repeats in runs
-    ]
-    header = ("workload", "size", "dtype", "scale", "gpu", "proxy", "repeats", "name")
-    notes = [
-        f"{c.name}: {override_text(o)} ({o.source})"
-        for c, _ in runs
-        for o in c.overrides
-        if o.value != o.replaced and not is_departure(o)
-    ]
-    notes += [f"{c.name}: {_one_rank(c)}" for c, _ in runs if c.one_rank is not None]
-    notes += [f"departs from the recipe: {line}" for line in departure_lines(c for c, _ in runs)]
-    predictions = [line for c, _ in runs for line in predicted_lines(c, f" of {c.name}" if len(runs) > 1 else "")]
-    blocks = [block for block in (predictions, notes) if block]
-    return "\n".join(["dry run, nothing was started", "", render(header, rows), *(x for b in blocks for x in ("", *b))])

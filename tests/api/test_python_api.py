@@ -34,7 +34,7 @@ def first_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMB_INSTALL", str(install))
         done = run_docstring(llmb.run)
-    assert (done.failed, done.attempted) == (0, 3)
+    assert (done.failed, done.attempted) == (0, 4)
     return install
 
 
@@ -122,6 +122,9 @@ def test_rows_of_requests_carry_latencies_in_ms():
         ({"gpus": 0}, "gpus: expected a number of GPUs such as 8, got 0"),
         ({"proxy": "tiny"}, "unknown proxy 'tiny'; choices are: True, small, true-width"),
         ({"dtype": None}, "runs match; name one by size, dtype and gpus: 8b"),
+        ({"one_rank": "first"}, "one_rank: expected True or the number of a rank, from 0, got 'first'"),
+        ({"one_rank": -1}, "one_rank: expected True or the number of a rank, from 0, got -1"),
+        ({"one_rank": True}, "the layout has one rank"),
         ({"size": "9b"}, "unknown size of pretrain_llama3.1 '9b'"),
     ],
 )
@@ -140,6 +143,22 @@ def test_lengths_of_a_use_case_and_fields_of_the_model_are_settings():
     config = llmb.resolve("inference_llama3.1", size="8b", dtype="fp8", gpus=1, proxy=True, use_case="chat:16/8")
     assert (config.workload.isl, config.workload.osl) == (16, 8)
     assert llmb.resolve("pretrain_llama3.1", **PROXY, **{"model.layers": 2}).model.layers == 2
+
+
+def test_one_rank_of_a_layout_is_a_configuration():
+    layout = {"size": "70b", "dtype": "fp8", "gpus": 64, "gpu": "h100"}
+    assert llmb.resolve("pretrain_llama3.1", **layout).one_rank is None
+    busiest = llmb.resolve("pretrain_llama3.1", **layout, one_rank=True)
+    assert busiest.pipeline_rank == busiest.parallel.pp - 1, "it has the LM head"
+    assert llmb.resolve("pretrain_llama3.1", **layout, one_rank=5).one_rank.rank == 5
+
+
+def test_serving_is_predicted_with_its_latencies():
+    served = llmb.predict(llmb.resolve("inference_llama3.1", size="8b", dtype="fp8", gpus=1, gpu="h200"))
+    assert served.metric == "output_tokens_per_s"
+    assert served.ttft_ms > served.tpot_ms > 0
+    trained = llmb.predict(llmb.resolve("pretrain_llama3.1", size="8b", dtype="fp8", gpus=8, gpu="h100"))
+    assert (trained.ttft_ms, trained.tpot_ms) == (None, None)
 
 
 def test_a_run_that_this_machine_cannot_do_is_refused(monkeypatch):

@@ -12,6 +12,7 @@ from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import to_json
 from llmb.events import RunEnded, RunStarted, StepDone, TimeSpent, append
 from llmb.launch.run_folder import RunFolder
+from llmb.perfmodel.explain.run_prediction import with_prediction
 from llmb.perfmodel.metrics import summarize
 from llmb.results.result import Result
 
@@ -81,7 +82,8 @@ def test_a_proxy_on_a_cpu_has_no_limit(llmb_run, stored_run):
 
 
 def test_a_served_run_is_explained_by_its_figures(llmb_run, recipes, tmp_path):
-    config = resolve(recipes["inference_llama3.1"], RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200"))
+    request = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200")
+    config = with_prediction(resolve(recipes["inference_llama3.1"], request))
     run = RunFolder.create(tmp_path / "llmb", config, datetime.now())
     figures = {"output_tokens_per_s": 18463.0, "output_tokens_per_s_per_gpu": 18463.0, "requests": 3000}
     run.result.write_text(to_json(Result(name=config.name, status="ok", **figures)))

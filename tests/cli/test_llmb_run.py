@@ -141,7 +141,10 @@ def test_one_invalid_task_does_not_stop_the_others(llmb_run):
         "submit", "-w", "pretrain_grok1", "-d", "fp8,bf16", "--scale", "128,130", "--gpu-type", "gb200", "--dry-run"
     )
     assert code == 1
-    assert sum("gpus128" in line for line in out.splitlines() if line.startswith("pretrain_grok1")) == 2
+    assert [line.split()[:4] for line in out.splitlines() if "gpus128" in line][:2] == [
+        ["1", "pretrain_grok1", "314b", "fp8"],
+        ["2", "pretrain_grok1", "314b", "bf16"],
+    ]
     assert "skipped: scale 130" in err
 
 
@@ -169,8 +172,11 @@ def test_real_run_writes_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_p
         "result.json",
         "llmb",
     }
-    assert json.loads((runs[-1] / "config.json").read_text())["environment"]["NOTE"] == "seen"
-    assert f"report: {runs[-1] / 'report.html'}" in err.splitlines()
+    config = json.loads((runs[-1] / "config.json").read_text())
+    assert config["environment"]["NOTE"] == "seen"
+    assert config["predicted"]["note"] == "the speed of a CPU is not predicted"
+    short = tmp_path / "llmb" / "runs" / "L2-llama3.1-8b-fp32-proxy"
+    assert f"report: {short / 'report.html'}" in err.splitlines()
     assert (runs[-1] / "report.html").is_file()
     for path in (tmp_path / "llmb").rglob("*"):
         assert path.is_dir() or b"hf_abcdef" not in path.read_bytes()
@@ -180,12 +186,15 @@ def test_real_run_writes_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_p
     assert "iteration" in llmb_run("jobs", "log", "L2", "--tail", "5")[1]
     assert llmb_run("jobs", "log", "L2", "--dir")[1].strip() == str(runs[-1])
     assert "verdict:" in llmb_run("compare", "L1", "L2")[1]
-    assert json.loads(llmb_run("compare", "L1", str(runs[-1]), "--json")[1])["figures"]
+    assert json.loads(llmb_run("compare", short.name, str(short), "--json")[1])["figures"]
+    assert "Success experiments: 1" in llmb_run("timing", str(short))[1]
     assert llmb_run("jobs", "refresh", "L1")[1].startswith("L1: ok")
 
     before = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
     os.remove(tmp_path / "llmb" / ".llmb" / "jobs.sqlite3")
+    short.rename(short.with_name("L9-llama3.1-8b-fp32-proxy"))
     assert llmb_run("jobs", "rebuild")[1].startswith("2 runs found")
+    assert sorted(os.listdir(short.parent)) == ["L1-llama3.1-8b-fp32-proxy", short.name]
     after = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
     stamps = ("created_at", "updated_at")
     assert [{k: v for k, v in j.items() if k not in stamps} for j in before] == [

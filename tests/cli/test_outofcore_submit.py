@@ -20,7 +20,7 @@ def test_profiled_proxy_reports_its_prediction_and_profile_page(llmb_run, tmp_pa
     assert result["status"] == "ok"
     assert result["predicted"]["source"] == "its plan, by rates measured on Monday"
     assert result["predicted"]["ratio"] > 0
-    (page,) = (tmp_path / "llmb").glob("workloads/*/experiments/*/*/*/profile/profile.html")
+    (page,) = (tmp_path / "llmb").glob("runs/L1-outofcore-llama3-3b-fp32-proxy/profile/profile.html")
     assert f"profile: {page}" in err
     assert "against prediction" in err
 

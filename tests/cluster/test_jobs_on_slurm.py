@@ -18,7 +18,7 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.events import RunEnded, RunStarted, StepDone, append
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunFolder, store_path
+from llmb.launch.run_folder import RunFolder, short_paths, store_path
 from llmb.launch.slurm import slurm_jobs as programs
 from llmb.launch.slurm.submission import Submission, new_token, read_submission, write_submission
 from llmb.results.job_store import Store
@@ -376,6 +376,9 @@ def test_real_run_from_submit_to_the_table(slurm, llmb_run, monkeypatch, tmp_pat
     (row,) = rows(llmb_run)
     assert (row["job_id"], row["status"], row["slurm_state"]) == (job_id, "ok", "COMPLETED")
     assert row["tokens_per_s_per_gpu"] > 0
+    short = short_paths(install_root(os.environ)) / f"{job_id}-llama3.1-8b-fp32-gpus2-proxy"
+    assert short.samefile(row["run_dir"])
+    assert RunFolder.open(short).read_config().predicted.memory_gib > 0
     store_path(install_root(os.environ)).unlink()
     llmb_run("jobs", "rebuild")
     assert rows(llmb_run) == [row]

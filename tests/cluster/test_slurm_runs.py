@@ -28,12 +28,13 @@ pytestmark = pytest.mark.slurm
 
 
 def test_killed_rank_is_reported(slurm, submit):
-    job, run = submit(*LONG)
+    job, run = submit(*LONG, "--no-report")
     wait_for_steps(run)
     [victim] = [event.pid for event in read(run.events(1)) if isinstance(event, RunStarted)]
     os.kill(victim, signal.SIGKILL)
     result = wait_for_result(slurm, job, run)
     assert (result["status"], result["reason"]) == ("failed", "rank 1: killed by signal 9 (SIGKILL)")
+    assert not run.report_page.exists()
 
 
 @pytest.mark.nightly

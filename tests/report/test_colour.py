@@ -8,7 +8,7 @@ import sys
 import pytest
 from terminal_screen import Screen
 
-from llmb.report.terminal.colour import print_coloured
+from llmb.report.terminal.colour import print_report
 
 TEXT = """\
 pretrain_llama3.1_8b: ok
@@ -41,7 +41,7 @@ def terminal(monkeypatch):
 
 def printed(text):
     screen = ColourScreen()
-    print_coloured(text, screen)
+    print_report(text, screen)
     return screen
 
 
@@ -70,20 +70,38 @@ def test_an_undecided_verdict_is_neither_good_nor_bad(verdict):
     assert not colours & {"31", "32"}
 
 
+@pytest.mark.parametrize(
+    ("line", "word", "code"),
+    [
+        ("ok: llama is 0.10 % faster in tokens_per_s (limit 2 %)", "ok", "32"),
+        ("slower: llama is 3.10 % slower in tokens_per_s (limit 2 %)", "slower", "31"),
+        ("undecided: llama looks 0.10 % slower, too few samples", "undecided", "33"),
+        ("pass  llama  step_time_s 1.2, at most 2", "pass", "32"),
+        ("FAIL llama (3 s)", "FAIL", "31"),
+        ("L1   llama3.1  ok       0:05:10", "ok", "32"),
+        ("L1   llama3.1  oom", "oom", "31"),
+        ("4711  llama3.1  running  RUNNING", "running", "1"),
+        ("job L3, failed (rank 1: killed)", "failed (rank 1: killed)", "31"),
+    ],
+)
+def test_lines_of_gate_exemplar_and_jobs(line, word, code):
+    assert COLOUR.findall(printed(line).raw) == [(code, word)]
+
+
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_colours_can_be_refused(monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     assert printed(TEXT).raw == TEXT + "\n"
 
 
-def test_lines_longer_than_the_terminal_are_left_to_it(monkeypatch):
+def test_words_longer_than_the_terminal_are_left_to_it(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    assert printed("x" * 70 + " " + "y" * 70).raw.strip() == "x" * 70 + " " + "y" * 70
+    assert printed("x" * 70 + " " + "y" * 70).raw.strip() == "x" * 70 + "\n  " + "y" * 70
 
 
 def test_a_pipe_gets_plain_text():
     out = io.StringIO()
-    print_coloured(TEXT, out)
+    print_report(TEXT, out)
     assert out.getvalue() == TEXT + "\n"
 
 
@@ -91,8 +109,8 @@ def test_nothing_imports_rich_where_no_terminal_shows_it():
     code = (
         "import sys, llmb.cli.llmb_run as r\n"
         "from llmb.report.status_line import StatusLine\n"
-        "from llmb.report.terminal.colour import print_coloured\n"
-        "r.parser(); print_coloured('run: ok'); line = StatusLine(); line.draw('1/2', True, 0.5); line.close()\n"
+        "from llmb.report.terminal.colour import print_report\n"
+        "r.parser(); print_report('run: ok'); line = StatusLine(); line.draw('1/2', True, 0.5); line.close()\n"
         "print('rich' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,8 @@ from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Override, RunConfig
-from llmb.report.config_summary import describe, dry_table
+from llmb.report.config_summary import describe
+from llmb.report.predictions.dry_table import dry_table
 from llmb.report.setting_text import override_text, precision_text, settings
 from llmb.report.summary import summary
 from llmb.report.table import render

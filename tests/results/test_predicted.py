@@ -12,7 +12,7 @@ from llmb.config.row_selection import OneRankRequest, RunRequest
 from llmb.config.serialization import build, to_json
 from llmb.config.spec import Machine
 from llmb.events import RunEnded, StepDone
-from llmb.perfmodel.explain.run_prediction import predict_run
+from llmb.perfmodel.explain.run_prediction import predict_run, with_prediction
 from llmb.report.predictions.predicted_lines import predicted_lines
 from llmb.report.summary import summary
 from llmb.results.derive import derive
@@ -65,7 +65,12 @@ def test_an_older_out_of_core_run_has_the_prediction_of_its_plan(config):
 def training(recipes):
     settings = tuple(from_arguments(["steps=7", "window=3-7"]))
     request = RunRequest(size="8b", dtype="fp8", gpus=8, gpu="h100", settings=settings)
-    return resolve(recipes["pretrain_llama3.1"], request)
+    return with_prediction(resolve(recipes["pretrain_llama3.1"], request))
+
+
+def test_a_stored_prediction_stays(training):
+    older = replace(training, predicted=replace(training.predicted, value=1.0))
+    assert with_prediction(older) is older
 
 
 def test_a_training_run_stores_its_prediction_and_config_json_reads_it_back(training):
@@ -100,7 +105,8 @@ def test_outside_the_interval_a_warning_of_the_run_is_the_likely_reason(training
 
 
 def test_a_proxy_on_a_cpu_says_why_it_is_not_predicted(recipes):
-    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small"))
+    request = RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small")
+    config = with_prediction(resolve(recipes["pretrain_llama3.1"], request))
     assert config.predicted.value is None
     assert predicted_lines(config)[0] == "predicted step time: unknown (the speed of a CPU is not predicted)"
     assert predicted_lines(config)[1].endswith("GiB per process")
@@ -109,6 +115,6 @@ def test_a_proxy_on_a_cpu_says_why_it_is_not_predicted(recipes):
 def test_a_rank_that_runs_alone_is_predicted_without_its_peers(recipes):
     whole = RunRequest(size="70b", dtype="fp8", gpus=64, gpu="h100")
     here = OneRankRequest(rank=0, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8))
-    config = resolve(recipes["pretrain_llama3.1"], replace(whole, one_rank=here))
-    assert config.predicted.terms.keys().isdisjoint({"tp", "pp", "dp", "bubble", "jitter"})
-    assert config.predicted.value < resolve(recipes["pretrain_llama3.1"], whole).predicted.value
+    alone = predict_run(resolve(recipes["pretrain_llama3.1"], replace(whole, one_rank=here)))
+    assert alone.terms.keys().isdisjoint({"tp", "pp", "dp", "bubble", "jitter"})
+    assert alone.value < predict_run(resolve(recipes["pretrain_llama3.1"], whole)).value

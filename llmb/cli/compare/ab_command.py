@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.report.compare.ab_text import ab_data, ab_text, look_line
     from llmb.report.compare.compare_doubts import doubts
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
     from llmb.results.compare.differing_settings import differing_fields
     from llmb.results.compare.paired_test import AA_PAIRS, look_pairs, paired_test
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(to_json(ab_data(test, runner.unit, reasons, (results["A"].name, results["B"].name))))
     else:
-        print_coloured(f"\n{ab_text(test, runner.unit, reasons)}")
+        print_report(f"\n{ab_text(test, runner.unit, reasons)}")
     return 0
 
 

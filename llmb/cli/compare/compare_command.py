@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.report.compare.compare_export import set_csv, set_markdown
     from llmb.report.compare.compare_text import set_text
     from llmb.report.compare.run_set import compare_runs
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     compared = compare_runs([_compared_run(name) for name in (options.a, *options.b)], options.force)
     if options.json:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.csv or options.markdown:
         print((set_csv if options.csv else set_markdown)(compared))
     else:
-        print_coloured(set_text(compared))
+        print_report(set_text(compared))
     return 0
 
 

@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.cli.compare.ab_sides import side_of
     from llmb.config.serialization import to_json, write_atomic
     from llmb.report.compare.exemplar_report import suite_data, suite_junit, suite_text
+    from llmb.report.terminal.colour import print_report
     from llmb.results.compare.exemplar_suite import read_suite
 
     name, rows = read_suite(options.suite)
@@ -37,14 +38,17 @@ def run(options: argparse.Namespace) -> int:
     for row, side in zip(rows, sides, strict=True):
         _check_reference(row, side.config)
     output = sys.stderr if options.json else sys.stdout
-    print(_cost(name, rows, sides), file=output, flush=True)
+    print_report(_cost(name, rows, sides), output)
     if options.dry_run:
         return 0
     judge = _judge_finished(options.runs) if options.runs else _run_here(sides, output)
     outcomes = [judge(row, side) for row, side in zip(rows, sides, strict=True)]
     if options.junit:
         write_atomic(options.junit, suite_junit(name, outcomes) + "\n")
-    print(to_json(suite_data(name, outcomes)) if options.json else f"\n{suite_text(name, outcomes)}")
+    if options.json:
+        print(to_json(suite_data(name, outcomes)))
+    else:
+        print_report(f"\n{suite_text(name, outcomes)}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
@@ -63,16 +67,17 @@ def _cost(name: str, rows: Any, sides: Any) -> str:
 
     table = [
         (
-            row.name or side.config.name,
+            place,
             f"{side.config.machine.gpus} x {side.config.machine.gpu}",
             _predicted_s(side.config),
             side.config.limits.time_limit_s,
             ", ".join(_limits(figure, threshold) for figure, threshold in row.thresholds.items()),
+            row.name or side.config.name,  # last: long names continue below on a narrow terminal
         )
-        for row, side in zip(rows, sides, strict=True)
+        for place, (row, side) in enumerate(zip(rows, sides, strict=True), 1)
     ]
     totals = describe_totals([(side.config, 1) for side in sides])
-    return f"{name}: {totals}\n\n{render(('row', 'hardware', 'predicted_s', 'limit_s', 'thresholds'), table)}"
+    return f"{name}: {totals}\n\n{render(('#', 'hardware', 'predicted_s', 'limit_s', 'thresholds', 'row'), table)}"
 
 
 def _predicted_s(config: Any) -> float | None:
@@ -103,6 +108,7 @@ def _run_here(sides: Any, output: Any) -> Any:
     from llmb.cli.memory_check import check_memory
     from llmb.cli.run_options import load_recipes
     from llmb.report.compare.exemplar_report import RowOutcome
+    from llmb.report.terminal.colour import print_report
     from llmb.results.compare.exemplar_suite import checks
 
     for side in sides:
@@ -119,7 +125,7 @@ def _run_here(sides: Any, output: Any) -> Any:
             raise KeyboardInterrupt
         seconds, name = monotonic() - start, row.name or side.config.name
         outcome = RowOutcome(name=name, result=result, seconds=seconds, checks=tuple(checks(row, result)))
-        print(f"{'pass' if outcome.passed else 'FAIL'} {name} ({seconds:.0f} s)", file=output, flush=True)
+        print_report(f"{'pass' if outcome.passed else 'FAIL'} {name} ({seconds:.0f} s)", output)
         return outcome
 
     return judge

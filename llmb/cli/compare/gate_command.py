@@ -34,13 +34,14 @@ def add_commands(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write a baseline, or print one line and return whether the limit holds."""
     from llmb.config.serialization import build, read_json, to_json, to_plain, write_atomic
+    from llmb.report.terminal.colour import print_report
     from llmb.results.compare.baseline import Baseline, baseline_of, check_comparable, judge
 
     limit = percentage(options.max_slowdown, "--max-slowdown")
     current = baseline_of([measured_run(name) for name in options.runs])
     if options.save:
         write_atomic(options.save, to_json(current, indent=1) + "\n")
-        print(f"{options.save}: {current.name}, runs: {current.runs}, {', '.join(current.times)}")
+        print_report(f"{options.save}: {current.name}, runs: {current.runs}, {', '.join(current.times)}")
         return 0
     baseline = build(Baseline, read_json(options.baseline), str(options.baseline))
     check_comparable(baseline, current)
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(to_json({"figure": figure, "limit": limit, "name": current.name, **to_plain(verdict)}))
     else:
-        print(_line(figure, limit, verdict, current.name))
+        print_report(_line(figure, limit, verdict, current.name))
     return {"ok": 0, "slower": SLOWER, "undecided": UNDECIDED}[verdict.state]
 
 

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.errors import ConfigError
     from llmb.report.predictions.explain_text import explain_text
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     if (options.run_name is None) == (options.model is None):
         raise ConfigError("explain: name a run (a job id, a run folder or a result.json), or figures with --model")
@@ -67,5 +67,5 @@ def run(options: argparse.Namespace) -> int:
         limits = [asdict(limit) | {"fraction": limit.fraction} for limit in explanation.limits]
         print(to_json(asdict(explanation) | {"limits": limits}))
     else:
-        print_coloured(explain_text(explanation))
+        print_report(explain_text(explanation))
     return 0

@@ -21,6 +21,7 @@ def add_imported(store: Store, run: RunFolder, origin: Origin) -> None:
     """Add an imported run to the store."""
     config, columns = _read(run)
     store.add(config, run.path, LAUNCHER, origin.job_id, created_at=run.created_at, **columns)
+    run.add_short_path(origin.job_id)
 
 
 def _read(run: RunFolder) -> tuple[RunConfig, dict[str, Any]]:

@@ -67,11 +67,13 @@ def open_store() -> Any:
 
 
 def open_run(name: str) -> Any:
-    """Open the run folder of a job id or a path."""
-    from llmb.launch.run_folder import RunFolder
+    """Open the run folder of a job id, a path, or the name of a short path."""
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import RunFolder, short_paths
 
-    if Path(name).is_dir():
-        return RunFolder.open(Path(name))
+    for path in (Path(name), short_paths(install_root(os.environ)) / name):
+        if path.is_dir():
+            return RunFolder.open(path)
     with open_store() as store:
         return RunFolder.open(Path(store.job(name).run_dir))
 
@@ -82,6 +84,7 @@ def run_list(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.errors import ConfigError
     from llmb.report.table import terminal_width
+    from llmb.report.terminal.colour import print_report
 
     selected = filters(options)
     if options.watch and options.json:
@@ -108,7 +111,7 @@ def run_list(options: argparse.Namespace) -> int:
         for job in jobs:
             print(to_json(job))
         return 0
-    print(no_jobs or table(jobs, terminal_width()))
+    print_report(no_jobs or table(jobs, terminal_width()))
     if to_retry:
         print(f"to retry {', '.join(to_retry)}: llmb-run jobs --watch", file=sys.stderr)
     return 0
@@ -121,7 +124,7 @@ def run_show(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.launch.run_folder import RunFolder
     from llmb.report.summary import summary
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     with open_store() as store:
         (job,) = _refresh(store, [store.job(options.job_id)])
@@ -131,14 +134,14 @@ def run_show(options: argparse.Namespace) -> int:
     if options.json:
         print(to_json(result))
         return 0
-    print("\n".join(_describe(job, retries)))
+    print_report("\n".join(_describe(job, retries)))
     if job.status not in ("submitting", "pending"):  # which have no figures
-        print_coloured(f"\n{summary(result)}")
-    print(f"\nrun folder: {job.run_dir}")
+        print_report(f"\n{summary(result)}")
+    print(f"\nrun folder: {run.short_path}")
     if not job.going:
         print("".join(f"{line}\n" for line in describe_profile(run, config)), end="")
         if run.report_page.exists():
-            print(f"report: {run.report_page}")
+            print(f"report: {run.short_path_of(run.report_page)}")
     return 0
 
 

@@ -26,7 +26,9 @@ def recover_submission(store: Store, job: Job) -> Job:
     slurm_id = find_slurm_id(run)
     if slurm_id is not None:
         _write_missing_record(run, slurm_id)
-        record_job_name(run, slurm_id, store.submitted(job.job_id, slurm_id))
+        name = store.submitted(job.job_id, slurm_id)
+        record_job_name(run, slurm_id, name)
+        run.add_short_path(name)
         return store.now(job)
     if not may_still_appear(run, job.created_at):
         record_unsubmitted(run, run.read_config(), NEVER_SUBMITTED)

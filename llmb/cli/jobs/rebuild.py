@@ -19,7 +19,7 @@ from llmb.config.serialization import read_json
 from llmb.errors import LlmbError
 from llmb.launch.archive.run_origin import read_origin
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunFolder, is_alive
+from llmb.launch.run_folder import RunFolder, is_alive, short_paths
 from llmb.launch.slurm.slurm_jobs import SlurmUnavailable
 from llmb.launch.slurm.submission import read_submission
 from llmb.results.job_store import Job, figures, job_row, temporary_id
@@ -28,6 +28,7 @@ from llmb.results.job_store import Job, figures, job_row, temporary_id
 def run(_: argparse.Namespace) -> int:
     """Rebuild the store; report and skip folders that cannot be read."""
     with open_store() as store:
+        old_links = list(short_paths(install_root(os.environ)).glob("*"))
         known_run_dirs = {job.run_dir for job in store.jobs()}
         rows, unreadable = [], 0
         for run in sorted(RunFolder.find_all(install_root(os.environ)), key=_created_at):
@@ -38,9 +39,20 @@ def run(_: argparse.Namespace) -> int:
                 print(f"ERROR: {error}", file=sys.stderr)
                 unreadable += 1
         store.replace_all(_with_ids_first(_without_spent_retries(_with_unique_ids(rows))), known_run_dirs)
+        _relink(store.jobs(), old_links)
         Poller(store).refresh([job for job in store.jobs() if job.going])
     print(f"{len(rows)} runs found" + (f", {unreadable} folders could not be read" if unreadable else ""))
     return 0
+
+
+def _relink(jobs: Sequence[Job], old_links: Sequence[Path]) -> None:
+    """Give each job its short path again, and remove those of other ids."""
+    for link in old_links:
+        if link.is_symlink() and os.readlink(link).startswith("../workloads/"):
+            link.unlink()
+    for job in jobs:
+        if job.status != "submitting":  # its id is not final
+            RunFolder(Path(job.run_dir)).add_short_path(job.job_id)
 
 
 def was_started(run: RunFolder) -> bool:

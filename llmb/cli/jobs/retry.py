@@ -59,6 +59,7 @@ def resubmit(store: Store, job: Job, exclude: Sequence[str] = (), retries: int =
         attempt=job.attempt + 1,
         retries=retries,
         force=submission is not None and submission.force,
+        report=submission is None or submission.report,
     )
     (sent,) = submit_jobs([request], cluster_here(), install_root(os.environ), store, on_sent=lambda sent: None)
     if sent.error is not None:

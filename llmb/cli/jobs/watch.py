@@ -15,6 +15,7 @@ from llmb.cli.jobs.job_table import describe_run, empty_text, filters, table
 from llmb.cli.jobs.polling import Poller, print_to_stderr
 from llmb.launch.slurm.backoff import Backoff
 from llmb.report.table import number, terminal_width
+from llmb.report.terminal.colour import coloured
 from llmb.results.job_store import GOING, Job, Store
 
 NOTES = 3  # lines below the table
@@ -24,7 +25,7 @@ def watch(store: Store, options: argparse.Namespace) -> int:
     """Refresh and show the selected jobs until all have ended, or Ctrl-C."""
 
     def draw(jobs: Sequence[Job]) -> str:
-        return table(jobs, terminal_width()) if jobs else empty_text(store, options)
+        return coloured(table(jobs, terminal_width()), sys.stdout) if jobs else empty_text(store, options)
 
     view = _Screen(draw) if sys.stdout.isatty() else _Lines(draw)
     poller = Poller(store, view.log)

@@ -42,13 +42,13 @@ def _run_here(options: argparse.Namespace) -> int:
     from llmb.launch.doctor.examination import examine
     from llmb.launch.doctor.finding import has_problem
     from llmb.report.machine.doctor_text import describe_machine
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     examination = examine(os.environ)
     if options.json:
         print(to_json(examination))
     else:
-        print_coloured(describe_machine(examination.findings))
+        print_report(describe_machine(examination.findings))
     return int(has_problem(examination.findings))
 
 
@@ -58,7 +58,7 @@ def _run_on_nodes(options: argparse.Namespace) -> int:
     from llmb.launch.doctor.finding import has_problem
     from llmb.launch.doctor.node_examinations import examine_cluster
     from llmb.report.machine.doctor_text import describe_nodes
-    from llmb.report.terminal.colour import print_coloured
+    from llmb.report.terminal.colour import print_report
 
     print("asking the nodes, one task each; Slurm may take a while", file=sys.stderr, flush=True)
     examined = examine_cluster(cluster_here(), options.nodelist, os.environ)
@@ -67,5 +67,5 @@ def _run_on_nodes(options: argparse.Namespace) -> int:
     else:
         not_asked = [(n.name, n.state + (f" ({n.reason})" if n.reason else "")) for n in examined.not_asked]
         findings = {node.host: node.findings for node in examined.nodes}
-        print_coloured(describe_nodes(findings, examined.odd, examined.silent, not_asked))
+        print_report(describe_nodes(findings, examined.odd, examined.silent, not_asked))
     return int(bool(examined.silent) or any(has_problem(node.findings) for node in examined.nodes))

@@ -91,6 +91,7 @@ def _predict_setups(options: argparse.Namespace) -> int:
     from llmb.perfmodel.step_time.predictor import predict
     from llmb.perfmodel.step_time.setup_fields import changed_device
     from llmb.report.predictions.prediction_text import describe_curve, describe_prediction
+    from llmb.report.terminal.colour import print_report
 
     setups = _recipe_setups(options) if options.workload else _model_setups(options)
     install = install_root(os.environ)
@@ -109,9 +110,9 @@ def _predict_setups(options: argparse.Namespace) -> int:
         ]
         print(json.dumps(data[0] if len(data) == 1 else data))
     elif len(points) > 1:
-        print(describe_curve(points))
+        print_report(describe_curve(points))
     else:
-        print(describe_prediction(*points[0], predict(setups[0]) if on else None))
+        print_report(describe_prediction(*points[0], predict(setups[0]) if on else None))
         _print_energy(options, *points[0])
     return 0
 
@@ -129,10 +130,11 @@ def _energy_data(options: argparse.Namespace, gpu: str, gpus: int, tokens_per_s:
 def _print_energy(options: argparse.Namespace, setup: Any, prediction: Any) -> None:
     """Print energy at the power limit, and costs as far as prices are given."""
     from llmb.report.predictions.energy_lines import energy_lines
+    from llmb.report.terminal.colour import print_report
 
     energy = energy_of(options, *_rate(setup, prediction))
     joules_per_step = setup.gpus * energy.watts_per_gpu * prediction.step_time_s
-    print("\n".join(energy_lines(energy, joules_per_step)))
+    print_report("\n".join(energy_lines(energy, joules_per_step)))
 
 
 def _model_setups(options: argparse.Namespace) -> list[Any]:

@@ -20,6 +20,7 @@ def run_serving(options: argparse.Namespace) -> int:
     """Predict one load, a curve over concurrency or a file of loads."""
     from llmb.report.predictions.energy_lines import energy_lines
     from llmb.report.predictions.serving_text import describe_serving, describe_serving_curve
+    from llmb.report.terminal.colour import print_report
 
     if options.rows:
         return _predict_rows(options)
@@ -30,10 +31,10 @@ def run_serving(options: argparse.Namespace) -> int:
         data = [serving_data(setup, p) | {"energy": asdict(_energy(options, setup, p))} for setup, p in points]
         print(json.dumps(data[0] if len(data) == 1 else data))
     elif len(points) > 1:
-        print(describe_serving_curve(points))
+        print_report(describe_serving_curve(points))
     else:
-        print(describe_serving(*points[0], predict_serving(setups[0]) if on else None))
-        print("\n".join(energy_lines(_energy(options, *points[0]), unit="output tokens")))
+        print_report(describe_serving(*points[0], predict_serving(setups[0]) if on else None))
+        print_report("\n".join(energy_lines(_energy(options, *points[0]), unit="output tokens")))
     return 0
 
 

@@ -19,7 +19,7 @@ def write_report(run: RunFolder) -> str:
 
         return run_page(run_record(run, run.report_page))
 
-    return _write(run.report_page, html)
+    return _write(run.report_page, html, run.short_path_of(run.report_page))
 
 
 def write_sweep_report(folder: SweepFolder) -> str:
@@ -30,7 +30,7 @@ def write_sweep_report(folder: SweepFolder) -> str:
 
         return sweep_html(folder, folder.report_page)
 
-    return _write(folder.report_page, html)
+    return _write(folder.report_page, html, folder.report_page)
 
 
 def write_page(page: Path, html: str) -> None:
@@ -43,7 +43,7 @@ def write_page(page: Path, html: str) -> None:
     write_atomic(page, html)
 
 
-def _write(page: Path, html: Callable[[], str]) -> str:
+def _write(page: Path, html: Callable[[], str], shown_path: Path) -> str:
     from llmb.config.serialization import write_atomic
     from llmb.errors import LlmbError
 
@@ -53,5 +53,5 @@ def _write(page: Path, html: Callable[[], str]) -> str:
         return f"report: none was written: {error}"
     except Exception as error:  # a full disk, or a figure that nothing here expects
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"report: none was written: {cause}; llmb-run -v report {page.parent} shows where"
-    return f"report: {page}"
+        return f"report: none was written: {cause}; llmb-run -v report {shown_path.parent} shows where"
+    return f"report: {shown_path}"

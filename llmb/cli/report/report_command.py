@@ -34,16 +34,17 @@ def run(options: argparse.Namespace) -> int:
     if len(options.runs) == 1 and (sweep := _sweep(options.runs[0])) is not None:
         from llmb.cli.report.sweep_records import sweep_html
 
-        page = (options.output or sweep.report_page).absolute()
+        page = shown_path = (options.output or sweep.report_page).absolute()
         text = sweep_html(sweep, page)
     else:
-        page, text = _runs_page(options.runs, options.output)
+        page, shown_path, text = _runs_page(options.runs, options.output)
     write_page(page, text)
-    print(page)
+    print(shown_path)
     return 0
 
 
-def _runs_page(names: list[str], output: Path | None) -> tuple[Path, str]:
+def _runs_page(names: list[str], output: Path | None) -> tuple[Path, Path, str]:
+    """Return the page's path, the same as it is printed, and its text."""
     from llmb.cli.jobs.jobs import open_run
     from llmb.cli.report.run_records import run_record
     from llmb.report.page.run_page import run_page
@@ -51,10 +52,11 @@ def _runs_page(names: list[str], output: Path | None) -> tuple[Path, str]:
 
     folders = [open_run(name) for name in names]
     if len(folders) == 1:
-        page = (output or folders[0].report_page).absolute()
-        return page, run_page(run_record(folders[0], page))
+        folder = folders[0]
+        page = (output or folder.report_page).absolute()
+        return page, page if output else folder.short_path_of(page), run_page(run_record(folder, page))
     page = (output or SEVERAL).absolute()
-    return page, several_page([run_record(folder, page) for folder in folders])
+    return page, page, several_page([run_record(folder, page) for folder in folders])
 
 
 def _sweep(name: str) -> Any:

@@ -44,6 +44,7 @@ class InProcessPoints:
             run_dir = RunFolder.create(root, config, datetime.now())
             job = store.add(config, run_dir.path)
             run_dir.write_record(config, job)
+            run_dir.add_short_path(job)
             command = engine_command(config, run_dir, sys.executable)
             try:
                 outcome = run_local(config, run_dir, command, {}, self._on_event, config.limits.time_limit_s)

@@ -19,6 +19,7 @@ from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
 from llmb.perfmodel.step_time.setup_fields import parse_scales
 from llmb.perfmodel.tune.serving_search import ServingCandidate, ServingSearch, search_serving
 from llmb.perfmodel.tune.serving_space import SERVING_DIMENSIONS
+from llmb.report.terminal.colour import print_report
 from llmb.report.tune.serving_tune_table import TunedServing, engine_text, serving_tune_data, serving_tune_text
 
 MOST_GPUS = 64  # that a remedy proposes for one engine
@@ -40,7 +41,7 @@ def tune_serving(options: argparse.Namespace) -> int:
     tuned = TunedServing(search=search, recipe=recipe, top=options.top, seconds=time.perf_counter() - start)
     data = serving_tune_data(tuned)
     if not options.json:
-        print(serving_tune_text(tuned))
+        print_report(serving_tune_text(tuned))
     code = 0
     if options.measure is not None:
         from llmb.cli.tune.measured_serving import measure_serving

@@ -24,6 +24,7 @@ from llmb.perfmodel.tune.layout_remedies import layout_remedies
 from llmb.perfmodel.tune.layout_search import LayoutSearch, search_layouts
 from llmb.perfmodel.tune.memory_savings import external_room
 from llmb.perfmodel.tune.native_layouts import native_room, runs_natively
+from llmb.report.terminal.colour import print_report
 from llmb.report.tune.tune_table import TunedRun, tuned_data, tuned_text
 
 EXTERNAL = "engine=megatron_bridge"  # rows as published, without departures of the native engine
@@ -45,7 +46,7 @@ def tune_training(options: argparse.Namespace) -> int:
     tuned = TunedRun(search=search, recipe=recipe, top=options.top, seconds=time.perf_counter() - start)
     data = tuned_data(tuned)
     if not options.json:
-        print(tuned_text(tuned))
+        print_report(tuned_text(tuned))
     code = 0
     if options.measure is not None:
         code, data["measured"] = measure_layouts(options, settings, tuned)

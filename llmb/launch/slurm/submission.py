@@ -23,6 +23,7 @@ class Submission:
     attempt: int = 1
     retries: int = 0  # left for failures that are not the run's own fault
     force: bool = False  # start on nodes with too little memory too
+    report: bool = True  # write report.html when the job ends
     sbatch_overrides: dict[str, Any] = field(default_factory=dict)  # SbatchOverrides as plain data
     name: str | None = None  # of its row, such as 17-2 where Slurm reused the id 17; None: Slurm's id
 

@@ -1,6 +1,7 @@
 """Prediction of a resolved run, stored in its config.json: time with an interval, memory, terms.
 
     predict_run(config, install).value            seconds of a step
+    with_prediction(config, install)              the configuration that is shown, and written when a run starts
 
 Out-of-core runs take theirs from the plan. Where nothing can be predicted, a note says why.
 """
@@ -8,11 +9,12 @@ Out-of-core runs take theirs from the plan. Where nothing can be predicted, a no
 from dataclasses import replace
 from pathlib import Path
 
+from llmb.config.load_settings import LoadConfig
 from llmb.config.spec import Inference, OutOfCore, Predicted, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.offload.machine_rates import Rates, measured_rates
+from llmb.perfmodel.offload.machine_rates import Rates, measured_ceilings, measured_rates
 from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
@@ -23,6 +25,17 @@ from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
 SERVING_ENGINES = {"native": "native", "trtllm": "trtllm"}  # engine of a run -> that of the serving predictor
 BETWEEN_RANKS = ("tp", "cp", "ep", "pp", "dp", "fsdp", "bubble", "jitter")  # terms
 ON_CPU = "the speed of a CPU is not predicted"
+
+
+def with_prediction(config: RunConfig, install: Path | None = None) -> RunConfig:
+    """Return the configuration with its prediction and measured ceilings.
+
+    A stored prediction stays; a load on an unknown server has none.
+    """
+    if config.predicted is not None or isinstance(config, LoadConfig):
+        return config
+    ceilings = None if install is None else measured_ceilings(config.launch_machine.gpu, install)
+    return replace(config, predicted=predict_run(config, install), ceilings=ceilings)
 
 
 def predict_run(config: RunConfig, install: Path | None = None) -> Predicted:
@@ -89,6 +102,8 @@ def _serving(config: RunConfig, memory_gib: float, install: Path | None) -> Pred
         metric="output_tokens_per_s",
         value=prediction.output_tokens_per_s,
         interval_80=prediction.interval_80["output_tokens_per_s"],
+        ttft_ms=prediction.ttft_ms,
+        tpot_ms=prediction.tpot_ms,
         memory_gib=memory_gib,
         terms=terms,
         source=f"constants of engine {engine}" + (f", rates {rates.source}" if rates else ""),

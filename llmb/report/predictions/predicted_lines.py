@@ -9,18 +9,15 @@ TITLES = {"step_time_s": "predicted step time", "output_tokens_per_s": "predicte
 UNITS = {"step_time_s": "s", "output_tokens_per_s": "tokens/s"}
 
 
-def predicted_lines(config: RunConfig, subject: str = "") -> list[str]:
-    """Return the line of the predicted time and that of the predicted memory; none without a prediction.
-
-    `subject`: " of NAME" where there are several runs.
-    """
-    return [] if config.predicted is None else [_time_line(config, subject), _memory_line(config, subject)]
+def predicted_lines(config: RunConfig) -> list[str]:
+    """Return the line of the predicted time and that of the predicted memory; none without a prediction."""
+    return [] if config.predicted is None else [_time_line(config), _memory_line(config)]
 
 
-def _time_line(config: RunConfig, subject: str) -> str:
+def _time_line(config: RunConfig) -> str:
     p = config.predicted
     assert p is not None
-    title, unit = TITLES[p.metric] + subject, UNITS[p.metric]
+    title, unit = TITLES[p.metric], UNITS[p.metric]
     if p.value is None:
         return f"{title}: unknown ({p.note})"
     interval = ""
@@ -32,11 +29,11 @@ def _time_line(config: RunConfig, subject: str) -> str:
     return f"{title}: {number(p.value)} {unit}{interval}{rate}; by {p.source}"
 
 
-def _memory_line(config: RunConfig, subject: str) -> str:
+def _memory_line(config: RunConfig) -> str:
     p, capacity = config.predicted, memory_bytes(config.machine)
     assert p is not None
     if p.memory_gib is None:
-        return f"predicted memory{subject}: unknown"
+        return "predicted memory: unknown"
     of = f" of {capacity / GIB:,.0f}" if capacity else ""
     where = "per process" if config.machine.gpu == "cpu" else "on the fullest GPU"
-    return f"predicted memory{subject}: {number(p.memory_gib)}{of} GiB {where}"
+    return f"predicted memory: {number(p.memory_gib)}{of} GiB {where}"

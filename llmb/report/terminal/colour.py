@@ -1,6 +1,6 @@
-"""Colours of verdicts, statuses and warnings, on a terminal only: the text itself is the same everywhere.
+"""Colours of verdicts, statuses and warnings, on a terminal only: the words are the same everywhere.
 
-    print_coloured(summary(result))
+    print_report(summary(result))
 
 NO_COLOR (no-color.org) and TERM=dumb leave colours out; then Rich is not imported.
 """
@@ -8,14 +8,21 @@ NO_COLOR (no-color.org) and TERM=dumb leave colours out; then Rich is not import
 import os
 import re
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+from llmb.report.table import terminal_width
+from llmb.report.terminal.folding import INDENT, fold, fold_offsets
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 GOOD, DOUBTFUL, BAD, MINOR = "green", "yellow", "red", "dim"
+CELL_END = r"(?=  |$)"
 RULES = tuple(
     (re.compile(pattern, re.MULTILINE), style)
     for pattern, style in (
-        (r"^\S+: (?P<word>ok)(?=$| \()", GOOD),
-        (r"^\S+: (?P<word>(failed|oom|timeout|incomplete|diverged)\b.*)$", BAD),
+        (r"^(\S+:|job \S+,) (?P<word>ok)(?=$| \()", GOOD),
+        (r"^(\S+:|job \S+,) (?P<word>(failed|oom|timeout|incomplete|diverged|lost)\b.*)$", BAD),
         (r"^(?P<word>warning [A-Z_]+):", DOUBTFUL),
         (r"^(?P<word>note [A-Z_]+:.*)$", MINOR),
         (r"^verdict: (?P<word>.*)$", "bold"),
@@ -23,7 +30,14 @@ RULES = tuple(
         (r"^verdict: (?!too few).*?(?P<word>slower|fewer output tokens/s)(?! \(too few)", BAD),
         (r"(?<=^verdict: )(?P<word>too few samples to tell|no difference)", DOUBTFUL),
         (r"(?P<word>\(too few requests to tell\))", DOUBTFUL),
-        (r"^(?P<word>possible):", GOOD),
+        (r"^(?P<word>ok|possible):", GOOD),
+        (r"^(?P<word>slower):", BAD),
+        (r"^(?P<word>undecided):", DOUBTFUL),
+        (r"^(?P<word>pass) ", GOOD),  # a row of exemplar
+        (r"^(?P<word>FAIL) ", BAD),
+        (rf"(?<=  )(?P<word>ok){CELL_END}", GOOD),  # a status in a table of jobs
+        (rf"(?<=  )(?P<word>failed|oom|timeout|incomplete|diverged|lost){CELL_END}", BAD),
+        (rf"(?<=  )(?P<word>running){CELL_END}", "bold"),
         (r"^(?P<word>IMPOSSIBLE)\b", BAD),
         (r"^ *(?P<word>ok)  ", GOOD),  # the levels of doctor
         (r"^ *(?P<word>warning)  ", DOUBTFUL),
@@ -38,17 +52,32 @@ def shows_colour(output: TextIO) -> bool:
     return output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def print_coloured(text: str, output: TextIO | None = None) -> None:
-    """Print a report; on a terminal with its verdict, status and warnings in colour."""
+def print_report(text: str, output: TextIO | None = None) -> None:
+    """Print a report; on a terminal within its width, with verdict, status and warnings in colour."""
     output = sys.stdout if output is None else output
+    print(coloured(text, output), file=output, flush=True)
+
+
+def coloured(text: str, output: TextIO) -> str:
+    """Return a report as it is printed there: within the terminal's width, with escape codes where it shows colours."""
+    width = terminal_width()
     if not shows_colour(output):
-        print(text, file=output)
-        return
+        return fold(text, width)
     from rich.console import Console
+
+    console = Console(file=output, force_terminal=True, soft_wrap=True, highlight=False)
+    with console.capture() as capture:
+        console.print(styled(text, width), end="")
+    return capture.get()
+
+
+def styled(text: str, width: int | None) -> "Text":
+    """Return a report with its colours and line breaks, for a console of Rich."""
     from rich.text import Text
 
-    coloured = Text(text)
+    report = Text(text)
     for pattern, style in RULES:
         for match in pattern.finditer(text):
-            coloured.stylize(style, *match.span("word"))
-    Console(file=output, force_terminal=True, soft_wrap=True, highlight=False).print(coloured)
+            report.stylize(style, *match.span("word"))
+    first, *others = report.divide(fold_offsets(text, width))
+    return Text(f"\n{INDENT}").join([first, *(line[1:] for line in others)])  # without the space that was broken at
