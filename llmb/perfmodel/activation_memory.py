@@ -186,13 +186,20 @@ class ActivationSizes:
         """
         if has_explicit_layers(self.config):
             return self._explicit_working(layer, forward)
-        weights = [weight.on_rank(self.parallel) for weight in layer_weights(self.model, layer)]
-        matrices = [weight for weight in weights if weight.is_matrix]
-        widest = max(self.model.hidden, *(weight.shape[-2] for weight in matrices))
-        activation = self.tokens * widest * self.value_bytes
-        if forward:
-            return 4 * activation
-        return 3 * activation + self.value_bytes * max((weight.size for weight in matrices if weight.routed), default=0)
+        widest, expert = self._largest_weights[layer_blocks(self.model, layer)]
+        activation = self.tokens * max(self.model.hidden, widest) * self.value_bytes
+        return 4 * activation if forward else 3 * activation + self.value_bytes * expert
+
+    @cached_property
+    def _largest_weights(self) -> dict[tuple[str, ...], tuple[int, int]]:
+        """Most rows of a matrix, and values of the largest expert matrix on this rank, for each kind of layer."""
+        layers = {layer_blocks(self.model, layer): layer for layer in range(self.model.layers)}
+        largest = {}
+        for blocks, layer in layers.items():
+            local = [weight.on_rank(self.parallel) for weight in layer_weights(self.model, layer) if weight.is_matrix]
+            routed = max((weight.size for weight in local if weight.routed), default=0)
+            largest[blocks] = max(weight.shape[-2] for weight in local), routed
+        return largest
 
     def _explicit_working(self, layer: int, forward: bool) -> float:
         """Output of the MLP's activation, and the output of the layer; in backward their gradients.

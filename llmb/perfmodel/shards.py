@@ -11,7 +11,7 @@ that hold the same ones share equally; vectors and routers stay whole.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from llmb.config.parallel_layout import stage_layers
@@ -58,7 +58,7 @@ class Weight:
             shape[self.shard_dim or 0] //= parallel.etp
         elif self.shard_dim is not None and not self.routed:
             shape[self.shard_dim] //= parallel.tp
-        return replace(self, shape=tuple(shape))
+        return Weight(tuple(shape), self.shard_dim, self.routed, self.replicated)
 
     def replicas(self, parallel: Parallel) -> str:
         """Return the mesh dimension of the ranks that hold the same part of it."""
