@@ -167,11 +167,21 @@ LAYOUTS = [
 ]
 
 
+SMALLEST_AND_RICHEST = (LAYOUTS[0], LAYOUTS[2])
+CASES = [("all", "plain"), ("none on the first", "plain"), ("two experts", "plain"), ("all", "recomputed")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    ("routing", "kind"),
-    [("all", "plain"), ("two experts", "plain"), ("none on the first", "plain"), ("all", "recomputed")],
+    ("degrees", "routing", "kind"),
+    [
+        pytest.param(
+            degrees, *case, marks=[] if case in CASES[:2] or degrees in SMALLEST_AND_RICHEST else [pytest.mark.nightly]
+        )
+        for degrees in LAYOUTS
+        for case in CASES
+    ],
+    ids=str,
 )
 def test_dispatch_equals_one_process(degrees: dict[str, int], routing: str, kind: str) -> None:
     actual = run_on_ranks(degrees, weights_for(routing), kind)
