@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo  # torch.utils.checkpoint imports it when it is first called: once here, not in every rank
 
 LIMIT_S = 300
 LINGER_S = 60  # at most: all are killed when the last result has arrived

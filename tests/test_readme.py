@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# A shorter run of the same kind; `--set` in a command wins, so its steps are replaced.
+# A shorter run of the same kind; arguments of a command win, so steps and requests among them are replaced.
 SHORT = {"-w pretrain": {"MAX_STEPS": "3"}, "-w inference": {"NUM_REQUESTS": "4", "CONCURRENCY": "4"}}
 
 
@@ -21,6 +21,10 @@ def printed_commands() -> list[str]:
         elif fenced and ("llmb-run" in line or line.startswith("common/")):
             commands.append(line.split("  #")[0].strip())
     return commands
+
+
+def shortened(command: str) -> str:
+    return re.sub(r"--requests \d+", "--requests 8", re.sub(r"--set steps=\d+", "--set steps=3", command))
 
 
 def shortening(command: str) -> dict[str, str]:
@@ -39,7 +43,7 @@ def test_every_printed_command_works(as_printed: bool):
     servers = []
     try:
         for printed in printed_commands():
-            command = printed if as_printed else re.sub(r"--set steps=\d+", "--set steps=3", printed)
+            command = printed if as_printed else shortened(printed)
             environment = os.environ | ({} if as_printed else shortening(command))
             if command.startswith("llmb-run serve"):  # serves the commands after it, which wait until it is ready
                 servers.append(subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=ROOT, env=environment))

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llmb.config.spec import Parallel, RunConfig, Training
+from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.perfmodel.activation_memory import ActivationSizes
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.shards import (
     StageShape,
     Weight,
     gradient_bytes,
+    layer_blocks,
     replicated_values,
     stage_units,
     weight_buckets,
@@ -52,6 +53,19 @@ class UnitValues:
             sum(bucket.size for bucket in buckets if bucket.ranks > 1),
             replicated_values(listed, parallel),
         )
+
+    @classmethod
+    def of_stage(cls, model: Model, stage: StageShape, parallel: Parallel) -> list["UnitValues"]:
+        """Count those of each FSDP unit of a stage; layers of the same blocks are alike."""
+        root, *layers = stage_units(model, stage)
+        by_blocks: dict[tuple[str, ...], UnitValues] = {}
+        values = [cls.of(root, parallel)]
+        for layer, weights in zip(stage.layers, layers, strict=True):
+            blocks = layer_blocks(model, layer)
+            if blocks not in by_blocks:
+                by_blocks[blocks] = cls.of(weights, parallel)
+            values.append(by_blocks[blocks])
+        return values
 
     @property
     def gathered_shards(self) -> int:
@@ -99,8 +113,7 @@ class StagePasses:
         self.sizes, self.grad_bytes = ActivationSizes(config), gradient_bytes(config)
         # Gradients are cast to be summed in another dtype.
         self.reduced_bytes = FP32 if config.precision.dtype == "fp32" else BYTES[work.reduce_dtype]
-        units = [UnitValues.of(unit, config.parallel) for unit in stage_units(config.model, stage)]
-        self.root, self.layers = units[0], units[1:]
+        self.root, *self.layers = UnitValues.of_stage(config.model, stage, config.parallel)
         self.saved = self._saved_layers()
 
     def forward(self, first: bool) -> PassMemory:

@@ -26,7 +26,7 @@ from llmb.perfmodel.pass_memory import (
     offloaded_layers,
 )
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
-from llmb.perfmodel.shards import StageShape, rank_stages, stage_units
+from llmb.perfmodel.shards import StageShape, rank_stages
 
 Sizes = tuple[float, ...]  # bytes by purpose, in this order: a step adds thousands of them
 PURPOSES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
@@ -77,7 +77,7 @@ def _state(config: RunConfig, stages: list[StageShape]) -> BytesByPurpose:
     """Weights and optimizer state, which are always there."""
     work, sizes = config.workload, ActivationSizes(config)
     assert isinstance(work, Training)
-    units = [UnitValues.of(unit, config.parallel) for stage in stages for unit in stage_units(config.model, stage)]
+    units = [unit for stage in stages for unit in UnitValues.of_stage(config.model, stage, config.parallel)]
     shards, replicated = sum(unit.shards for unit in units), BYTES["fp32"] * sum(unit.replicated for unit in units)
     weights = sizes.value_bytes * sum(unit.shards if config.parallel.fsdp else unit.full for unit in units)
     low = LOW_BITS_BYTES * shards * (sizes.value_bytes < BYTES[work.master_weights])

@@ -237,18 +237,18 @@ values = st.one_of(
 )
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
-@given(
-    workload=st.sampled_from(sorted(ALL)),
-    gpus=st.integers(-1, 3000),
-    dtype=st.sampled_from(["fp8", "bf16", "fp32", "nvfp4", "?"]),
-    gpu=st.sampled_from([None, "h100", "gb200", "h200", "cpu", "b200", "tpu"]),
-    proxy=st.sampled_from([None, None, "small", "true-width"]),
-    force=st.booleans(),
-    pairs=st.lists(st.tuples(field_names, values), max_size=4),
-)
-def test_any_request_gives_a_consistent_config_or_a_one_line_error(workload, gpus, dtype, gpu, proxy, force, pairs):
+ANY_REQUEST = {
+    "workload": st.sampled_from(sorted(ALL)),
+    "gpus": st.integers(-1, 3000),
+    "dtype": st.sampled_from(["fp8", "bf16", "fp32", "nvfp4", "?"]),
+    "gpu": st.sampled_from([None, "h100", "gb200", "h200", "cpu", "b200", "tpu"]),
+    "proxy": st.sampled_from([None, None, "small", "true-width"]),
+    "force": st.booleans(),
+    "pairs": st.lists(st.tuples(field_names, values), max_size=4),
+}
+
+
+def check_resolved_or_refused(workload, gpus, dtype, gpu, proxy, force, pairs):
     recipe = ALL[workload]
     set_fields = tuple(Setting(field=f, value=v, source="--set") for f, v in pairs)
     try:
@@ -267,6 +267,20 @@ def test_any_request_gives_a_consistent_config_or_a_one_line_error(workload, gpu
         assert work.gbs == work.mbs * work.ga * config.parallel.dp
         assert 1 <= work.window[0] <= work.window[1] <= work.steps
     assert (config.proxy is None) == (not (proxy or gpu == "cpu"))
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(**ANY_REQUEST)
+def test_any_request_gives_a_consistent_config_or_a_one_line_error(**fields):
+    check_resolved_or_refused(**fields)
+
+
+@pytest.mark.nightly
+@settings(max_examples=4000)
+@given(**ANY_REQUEST)
+def test_more_requests_give_a_consistent_config_or_a_one_line_error(**fields):
+    check_resolved_or_refused(**fields)
 
 
 @given(st.integers(1, 4096), st.integers(0, 12))

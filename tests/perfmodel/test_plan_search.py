@@ -1,6 +1,7 @@
 """Plans that fit, are fast, and do as they are told."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,12 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.machine_rates import H200, NOMINAL_CPU, known_rates
 from llmb.perfmodel.offload.plan_candidate import PlanConstraints
-from llmb.perfmodel.offload.plan_search import best_plan
+from llmb.perfmodel.offload.plan_search import best_plan as uncached_best_plan
 
 CONSTRAINTS = PlanConstraints(dtype="bf16", seqlen=8192, host_gib=60, device_gib=24)
 LESS = replace(CONSTRAINTS, host_gib=24, device_gib=10)  # for the short one
 MIB = 1 / 1024
+best_plan = cache(uncached_best_plan)
 
 
 @pytest.mark.slow

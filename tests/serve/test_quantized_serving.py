@@ -8,6 +8,7 @@ Nothing here depends on which tokens share a step, except with per-tensor activa
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def precision_id(precision: dict[str, str]) -> str:
     return "-".join(precision.values())
 
 
+def every_other(precisions: list[dict[str, str]]) -> list[Any]:
+    """Return all pairs of a model and a precision, half of them nightly: each model keeps half of the precisions."""
+    return [
+        pytest.param(
+            model,
+            precision,
+            id=f"{model.name}-{precision_id(precision)}",
+            marks=[] if (row + column) % 2 == 0 else [pytest.mark.nightly],
+        )
+        for row, model in enumerate(MODELS)
+        for column, precision in enumerate(precisions)
+    ]
+
+
 def relative_error(actual: Tensor, reference: Tensor) -> float:
     return ((actual.float() - reference).norm() / reference.norm()).item()
 
@@ -116,12 +131,22 @@ class Case:
         return served_model_for(config_of(self.model, self.folder, **precision))
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda model: model.name)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    model: Model = request.param
-    folder = write_weights(model, tmp_path_factory.mktemp("weights") / model.name, SCALE)
-    text = prompts_for(model.vocab)[-1]
-    return Case(model, folder, text, logits_of(served_model_for(config_of(model, folder)), text))
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Model], Case]:
+    """Write a model and compute its logits once."""
+
+    @cache
+    def build(model: Model) -> Case:
+        folder = write_weights(model, tmp_path_factory.mktemp("weights") / model.name, SCALE)
+        text = prompts_for(model.vocab)[-1]
+        return Case(model, folder, text, logits_of(served_model_for(config_of(model, folder)), text))
+
+    return build
+
+
+@pytest.fixture(params=MODELS, ids=lambda model: model.name)
+def case(request: pytest.FixtureRequest, case_of: Callable[[Model], Case]) -> Case:
+    return case_of(request.param)
 
 
 @pytest.mark.parametrize("precision", [*PRECISIONS, CACHE], ids=precision_id)
@@ -132,7 +157,7 @@ def test_logits_error_matches_quantization_error(case: Case, precision: dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [*PRECISIONS, CACHE], ids=precision_id)
+@pytest.mark.parametrize(("case", "precision"), every_other([*PRECISIONS, CACHE]), indirect=["case"])
 def test_chunked_prefill_error_is_below_quantization_error(case: Case, precision: dict[str, str]) -> None:
     """Another order of summation, or absorbed kv_up, rounds differently."""
     if precision.get("fp8_recipe") == "tensorwise":
@@ -147,7 +172,7 @@ def test_chunked_prefill_error_is_below_quantization_error(case: Case, precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS, ids=precision_id)
+@pytest.mark.parametrize(("case", "precision"), every_other(PRECISIONS), indirect=["case"])
 def test_engine_generates_full_outputs(case: Case, precision: dict[str, str]) -> None:
     config = config_of(case.model, case.folder, **precision)
     engine = build_engine(config, SINGLE_RANK_INFO, MAX_SEQ_LEN)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,11 @@ def run_on_ranks(
     return whole
 
 
+@cache
+def one_process(routing: str, kind: str = "plain") -> dict[str, torch.Tensor]:
+    return run_on_ranks({}, weights_for(routing), kind)
+
+
 def differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the relative error of each tensor."""
     return {name: ((actual[name] - tensor).norm() / tensor.norm()).item() for name, tensor in expected.items()}
@@ -161,15 +167,25 @@ LAYOUTS = [
 ]
 
 
+SMALLEST_AND_RICHEST = (LAYOUTS[0], LAYOUTS[2])
+CASES = [("all", "plain"), ("none on the first", "plain"), ("two experts", "plain"), ("all", "recomputed")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    ("routing", "kind"),
-    [("all", "plain"), ("two experts", "plain"), ("none on the first", "plain"), ("all", "recomputed")],
+    ("degrees", "routing", "kind"),
+    [
+        pytest.param(
+            degrees, *case, marks=[] if case in CASES[:2] or degrees in SMALLEST_AND_RICHEST else [pytest.mark.nightly]
+        )
+        for degrees in LAYOUTS
+        for case in CASES
+    ],
+    ids=str,
 )
 def test_dispatch_equals_one_process(degrees: dict[str, int], routing: str, kind: str) -> None:
-    weights = weights_for(routing)
-    assert max(differences(run_on_ranks(degrees, weights, kind), run_on_ranks({}, weights)).values()) < 1e-5
+    actual = run_on_ranks(degrees, weights_for(routing), kind)
+    assert max(differences(actual, one_process(routing)).values()) < 1e-5
 
 
 def test_routing_cases() -> None:
@@ -185,8 +201,8 @@ def test_routing_cases() -> None:
 
 @pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "etp": 2}], ids=str)
 def test_dispatch_reads_nothing_on_the_host(degrees: dict[str, int]) -> None:
-    weights = weights_for("all")
-    assert max(differences(run_on_ranks(degrees, weights, "bf16"), run_on_ranks({}, weights)).values()) < 2e-2
+    actual = run_on_ranks(degrees, weights_for("all"), "bf16")
+    assert max(differences(actual, one_process("all")).values()) < 2e-2
 
 
 def overflow_on_rank(rank: int, factor: float) -> tuple[float, bool]:
@@ -210,10 +226,9 @@ def test_overflow_is_counted_and_drops_tokens(factor: float, overflow: int) -> N
 @pytest.mark.parametrize("routing", ["all", "two experts", "none on the first"])
 def test_fp8_dispatch_is_as_accurate_as_one_process(routing: str) -> None:
     """Each rank has its own scales, so rounding differs, but not by more than in one process."""
-    weights = weights_for(routing)
-    exact = run_on_ranks({}, weights)
-    alone = differences(run_on_ranks({}, weights, "fp8"), exact)
-    spread = differences(run_on_ranks({"dp": 4, "ep": 2, "etp": 2}, weights, "fp8"), exact)
+    exact = one_process(routing)
+    alone = differences(one_process(routing, "fp8"), exact)
+    spread = differences(run_on_ranks({"dp": 4, "ep": 2, "etp": 2}, weights_for(routing), "fp8"), exact)
     assert min(spread.values()) > 0
     assert max(spread.values()) < 1.2 * max(alone.values()), (spread, alone)
 

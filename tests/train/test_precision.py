@@ -178,9 +178,12 @@ def test_names_of_fp8_tensors_are_those_of_the_whole_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("llama", 24), ("nemotron_h", 24), ("grok1", 24), ("deepseek", 20)])
-def test_every_dtype_and_recipe_trains_as_fp32(trained, name: str, steps: int) -> None:
-    run = {"model": SMALL_MODELS[name], "steps": steps, "mbs": 2, "ga": 2, "lr": 5e-3}
+@pytest.mark.parametrize(
+    ("name", "steps", "ga"), [("llama", 24, 2), ("nemotron_h", 24, 1), ("grok1", 24, 1), ("deepseek", 20, 1)]
+)
+def test_every_dtype_and_recipe_trains_as_fp32(trained, name: str, steps: int, ga: int) -> None:
+    """Gradients accumulate in one model; in all of them by `test_layout_training.py`."""
+    run = {"model": SMALL_MODELS[name], "steps": steps, "mbs": 4 // ga, "ga": ga, "lr": 5e-3}
     fp32 = trained(dtype="fp32", **run).losses()
     assert sum(fp32[-10:]) / 10 < fp32[0] - 0.3, "there is something to learn"
     for dtype, recipe in (("bf16", None), *(("fp8", recipe) for recipe in SCALINGS)):
