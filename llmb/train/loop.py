@@ -23,6 +23,7 @@ from llmb.events import TimeSpent
 from llmb.models.architectures import Network
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import checkpoint_step
+from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.profile_window import check_gpu_metrics
 from llmb.runtime.provenance import run_started
@@ -90,7 +91,7 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
         job = replace(job, graph=graph or MicroBatchGraph())
     report = StepReport(config, workload, workload.gbs, recorder, steps[0] if checkpoint else None)
     recorder.add(run_started(process))
-    with advise_on_oom(mesh.device, config):
+    with advise_on_oom(mesh.device, config), GpuSampler(recorder, mesh.device):
         job, model_parts, optimizer = build_training(job)
         with open_checkpointer(job, folder, model_parts, optimizer) as checkpointer:
             if checkpointer is not None and checkpoint is not None:
