@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from math import fsum, hypot, isfinite, sqrt
 from sys import float_info
 from typing import Protocol
@@ -154,17 +154,14 @@ def _order_statistics(values: Sequence[float], ranks: Iterable[int]) -> dict[int
     """Return the values of some ranks, from 0: a sample of all values cuts their range, and only cells with a rank
     that is asked for are sorted."""
     cuts = sorted(values[:: len(values) // CUTS])
-    counts = Counter(map(partial(bisect_left, cuts), values))
+    cells = array("H", map(partial(bisect_left, cuts), values))
+    counts = Counter(cells)
     starts = [0, *accumulate(counts[cell] for cell in range(len(cuts) + 1))]  # rank of the first value of each cell
     cell_of = {rank: bisect_right(starts, rank) - 1 for rank in ranks}
-    cells: dict[int, list[float]] = {cell: [] for cell in cell_of.values()}
-    for value in values:
-        members = cells.get(bisect_left(cuts, value))
-        if members is not None:
-            members.append(value)
-    for members in cells.values():
-        members.sort()
-    return {rank: cells[cell][rank - starts[cell]] for rank, cell in cell_of.items()}
+    chosen = sorted(set(cell_of.values()))
+    members = sorted(compress(values, map(set(chosen).__contains__, cells)))  # of one chosen cell after the other
+    firsts = dict(zip(chosen, accumulate((counts[cell] for cell in chosen), initial=0), strict=False))
+    return {rank: members[firsts[cell] + rank - starts[cell]] for rank, cell in cell_of.items()}
 
 
 def _finite(samples: Iterable[float]) -> Sequence[float]:
@@ -322,8 +319,9 @@ def steady_state(requests: Sequence[TimedRequest]) -> SteadyState | None:
 
 def _max_concurrency(requests: Sequence[TimedRequest]) -> int:
     """Return the largest number of requests in decode at once; at equal times an end counts before a start."""
-    changes = [(r.first_token, 1) for r in requests if r.first_token is not None] + [(r.end, -1) for r in requests]
-    return max(1, *accumulate(change for _, change in sorted(changes)))
+    starts, ends = sorted(r.first_token for r in requests if r.first_token is not None), sorted(r.end for r in requests)
+    running = (begun - bisect_right(ends, start) for begun, start in enumerate(starts, start=1))
+    return max(1, max(running, default=1))
 
 
 def _tokens_between(request: TimedRequest, start: float, end: float) -> float:
