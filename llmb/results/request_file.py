@@ -5,12 +5,13 @@
 The times of tokens are most of a line and are cut out before it is parsed; lines of other events are not parsed.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from llmb.events import RequestDone, parse
+from llmb.events import RequestDone
 
 KIND = b'"RequestDone"'
 TOKEN_TIMES = b'"token_times": ['
@@ -37,12 +38,30 @@ def read_request_times(paths: Iterable[Path]) -> list[RequestTimes]:
 def _read(path: Path) -> Iterator[RequestTimes]:
     with path.open("rb") as lines:
         for line in lines:
-            event = parse(_without_token_times(line)) if KIND in line else None
-            if isinstance(event, RequestDone) and not event.warmup and event.error is None:
-                yield RequestTimes(
-                    arrival=event.arrival, first_token=event.first_token, end=event.end,
-                    input_tokens=event.input_tokens, output_tokens=event.output_tokens,
-                )  # fmt: skip
+            times = _parse(_without_token_times(line)) if KIND in line else None
+            if times is not None:
+                yield times
+
+
+def _parse(line: bytes) -> RequestTimes | None:
+    """Parse one line; None for warm-up, a failed request, another event, or a damaged line.
+
+    `events.parse` would build all 22 fields of the event, for several times as long.
+    """
+    try:
+        data = json.loads(line)
+        if data["event"] != RequestDone.__name__ or data.get("warmup") or data.get("error") is not None:
+            return None
+        first_token = data.get("first_token")
+        numbers = (data["arrival"], data["end"], data["input_tokens"], data["output_tokens"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if any(type(value) not in (int, float) for value in (*numbers, 0 if first_token is None else first_token)):
+        return None
+    arrival, end, input_tokens, output_tokens = numbers
+    return RequestTimes(
+        arrival=arrival, first_token=first_token, end=end, input_tokens=input_tokens, output_tokens=output_tokens
+    )
 
 
 def _without_token_times(line: bytes) -> bytes:

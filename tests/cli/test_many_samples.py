@@ -1,10 +1,13 @@
 """A run with very many steps or requests is derived, shown, compared and drawn in bounded time and memory."""
 
+import json
+
 import pytest
 from many_samples import TOKENS, cost_of, write_run
 
 from llmb.cli.stored_runs import load_events, load_requests, write_result
 from llmb.launch.run_folder import RunFolder
+from llmb.results.request_file import read_request_times
 
 MOST_CPU_S, MOST_GIB = 30.0, 1.0
 RUN = ["-m", "llmb.cli.llmb_run"]
@@ -22,6 +25,11 @@ from llmb.cli.stored_runs import load_run
 from llmb.report.summary import summary
 print(summary(load_run(open_run(sys.argv[1]))[1]))
 """
+
+
+def _written(path, text):
+    path.write_text(text)
+    return path
 
 
 @pytest.mark.nightly
@@ -55,6 +63,12 @@ def test_twenty_thousand_samples_are_compared(tmp_path, recipes, llmb_run, kind)
 def test_requests_are_read_without_the_times_of_tokens(tmp_path, recipes):
     run = RunFolder.open(write_run(tmp_path / "run", recipes, "requests", 50, 1))
     config = run.read_config()
+    kinds = {"warmup": True, "error": "timeout", "arrival": "7", "end": None, "request": 9}  # only the last counts
+    line = {"event": "RequestDone", "arrival": 0.0, "end": 1.0, "input_tokens": 1, "output_tokens": 1}
+    damaged = "".join(json.dumps(line | {name: value}) + "\n" for name, value in kinds.items())
+    assert [r.end for r in read_request_times([_written(tmp_path / "damaged", damaged + '[1]\n{"RequestDone"')])] == [
+        1.0
+    ]
     slim = load_requests(run, config)
     whole = [event for event in load_events(run, config) if hasattr(event, "token_times")]
     assert [(r.arrival, r.first_token, r.end, r.output_tokens) for r in slim] == [
