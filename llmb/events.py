@@ -132,6 +132,21 @@ class ServingFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuSample:
+    """State of this rank's GPU, twice a second. It is no sign of progress. Null: the driver does not say."""
+
+    time: float
+    rank: int = 0
+    measured: bool | None = None  # taken in the measured interval; null: the times of steps tell
+    power_w: float | None = None
+    power_limit_w: float | None = None  # enforced
+    sm_clock_mhz: float | None = None
+    temperature_c: float | None = None
+    throttle_reasons: tuple[str, ...] = ()  # why clocks are below the highest: idle, power cap, thermal slowdown, ...
+    read_s: float | None = None  # CPU time that the sampling thread took for its sample before
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServingSummary:
     """Totals that an external inference engine prints instead of single requests; keys are fields of Result."""
 
@@ -212,6 +227,7 @@ Event = (
     | RequestDone
     | ServingSample
     | ServingFacts
+    | GpuSample
     | ServingSummary
     | ClientFacts
     | CollectiveSeen

@@ -1,7 +1,9 @@
 """Loading of run folders and storing of results, shared by several commands."""
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from sys import intern
 
 from llmb.cli.profile_pictures import draw_profile
 from llmb.config.load_settings import config_from_json, load_settings_of
@@ -10,10 +12,12 @@ from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.events import Event, RequestDone, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder
+from llmb.perfmodel.metrics import TimedRequest
 from llmb.results.derive import derive
 from llmb.results.log_window import Window, format_window, named_window
 from llmb.results.readers.nccl_log import tally
 from llmb.results.readers.reader_choice import read_log
+from llmb.results.request_file import read_request_times
 from llmb.results.result import Result
 from llmb.results.serving_figures import measured_requests
 from llmb.results.timed_run import TimedRun, read_timed_log, timed_run
@@ -27,10 +31,12 @@ def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
     return config, derive(config, load_events(run, config))
 
 
-def load_requests(run: RunFolder, config: RunConfig) -> list[RequestDone]:
-    """Return the measured and successful requests of a serving run; none of other runs."""
+def load_requests(run: RunFolder, config: RunConfig) -> Sequence[TimedRequest]:
+    """Return the measured and successful requests of a serving run, without times of tokens; none of other runs."""
     if isinstance(config.workload, Training | OutOfCore):
         return []
+    if config.engine == "native" or load_settings_of(config) is not None:
+        return read_request_times(run.all_events())
     return [request for request in measured_requests(load_events(run, config)) if request.error is None]
 
 
@@ -77,7 +83,7 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
 
     Of the two ends the log's counts, unless llmb-run stopped the run or the log has none.
     """
-    own_events = list(read_all(run.all_events()))
+    own_events = list(_compact(read_all(run.all_events())))
     if not run.log.exists():
         return own_events
     if config.profile.nccl_trace:
@@ -88,3 +94,13 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
     stopped = any(isinstance(event, RunEnded) and event.status in ("timeout", "incomplete") for event in own_events)
     unknown_end = any(isinstance(event, RunEnded) and event.status == "incomplete" for event in log_events)
     return [*log_events, *own_events] if stopped or unknown_end else [*own_events, *log_events]
+
+
+def _compact(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield events in less memory: a run may have a million requests, each with the times of all its tokens."""
+    for event in events:
+        if isinstance(event, RequestDone):
+            object.__setattr__(event, "token_times", array("d", event.token_times))
+            if event.finish is not None:
+                object.__setattr__(event, "finish", intern(event.finish))
+        yield event

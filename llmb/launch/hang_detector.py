@@ -20,7 +20,7 @@ from statistics import median
 from typing import Protocol
 
 from llmb.config.spec import Inference, RunConfig, Training
-from llmb.events import Event, HangReport, RunStarted, StepDone
+from llmb.events import Event, GpuSample, HangReport, RunStarted, StepDone
 from llmb.launch.verdict import Verdict
 
 MIN_LIMIT_S = 30.0  # with the time for reports and shutdown well below a minute
@@ -59,9 +59,11 @@ class HangDetector:
         self._step: int | None = None
 
     def observe(self, event: Event) -> None:
-        """Record an event: anything but a HangReport is progress."""
+        """Record an event: anything but a HangReport or a sample of the GPU is progress."""
         if isinstance(event, HangReport):
             self._reports[event.rank] = event
+            return
+        if isinstance(event, GpuSample):  # its thread goes on while the rank hangs
             return
         self._progress_at, self._requested_at = self._clock(), None
         if isinstance(event, RunStarted) and event.pid is not None:

@@ -37,6 +37,7 @@ from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import checkpoint_step
+from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import is_out_of_memory
 from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import init_distributed
@@ -57,7 +58,7 @@ def train(config: RunConfig, recorder: EventRecorder) -> None:
     rank_info = init_distributed(config, ENGINE)
     check_dtypes(rank_info.device, dtype=config.precision.dtype)
     recorder.add(run_started(rank_info, fallback_lines(rank_info.device, TRAINING_FEATURES)))
-    with explain_out_of_memory(rank_info.device, workload):
+    with explain_out_of_memory(rank_info.device, workload), GpuSampler(recorder, rank_info.device):
         batches = ChunkedBatches(config.model, plan, workload.seed, data, workload.pack, rank_info.device)
         trainer = create_trainer(config.model, workload, plan, rank_info.device, batches)
         load_weights(trainer, resumed)

@@ -5,10 +5,13 @@ None: a missing, infinite or non-positive input never becomes an infinity, a zer
 Formulas, conventions and worked examples: docs/metrics.md.
 """
 
-from bisect import bisect_right
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, compress, pairwise
 from math import fsum, hypot, isfinite, sqrt
 from sys import float_info
 from typing import Protocol
@@ -21,6 +24,8 @@ LATENCY_PERCENTILES = (25, 50, 75, 90, 95, 99)
 LARGEST = float_info.max
 STEADY_MIN_FRACTION = 0.1  # of the run; a shorter window is not representative
 STEADY_MIN_REQUESTS = 2  # that must finish within it
+MOST_SORTED = 200_000  # samples; of more, percentiles are selected
+CUTS = 4000  # of their range
 ENERGY_TOLERANCE = 0.05  # between two measurements of the same energy
 
 
@@ -123,19 +128,49 @@ def summarize(samples: Iterable[float]) -> Statistics | None:
 
 def latency_summary(samples: Iterable[float]) -> dict[str, float] | None:
     """Return mean, p25, p50, p75, p90, p95 and p99; None for no samples, or if one is not finite."""
-    ranked = sorted(_finite(samples))
-    if not ranked:
+    values = _finite(samples)
+    if not values:
         return None
-    return {"mean": _mean(ranked)} | {f"p{q}": _interpolate(ranked, q) for q in LATENCY_PERCENTILES}
+    return {"mean": _mean(values)} | {f"p{q}": value for q, value in _percentiles(values, LATENCY_PERCENTILES).items()}
 
 
-def _finite(samples: Iterable[float]) -> list[float]:
+def _percentiles(values: Sequence[float], percents: Sequence[int]) -> dict[int, float]:
+    """Return several percentiles; of many values by selection, which needs no sorted copy of them."""
+    if len(values) <= MOST_SORTED:
+        ranked = sorted(values)
+        return {q: _interpolate(ranked, q) for q in percents}
+    positions = {q: (len(values) - 1) * q / 100 for q in percents}
+    lows = {int(position) for position in positions.values()}
+    ranked_values = _order_statistics(values, lows | {min(low + 1, len(values) - 1) for low in lows})
+    return {
+        q: _interpolate(
+            [ranked_values[int(position)], ranked_values[min(int(position) + 1, len(values) - 1)]], 100 * (position % 1)
+        )
+        for q, position in positions.items()
+    }
+
+
+def _order_statistics(values: Sequence[float], ranks: Iterable[int]) -> dict[int, float]:
+    """Return the values of some ranks, from 0: a sample of all values cuts their range, and only cells with a rank
+    that is asked for are sorted."""
+    cuts = sorted(values[:: len(values) // CUTS])
+    cells = array("H", map(partial(bisect_left, cuts), values))
+    counts = Counter(cells)
+    starts = [0, *accumulate(counts[cell] for cell in range(len(cuts) + 1))]  # rank of the first value of each cell
+    cell_of = {rank: bisect_right(starts, rank) - 1 for rank in ranks}
+    chosen = sorted(set(cell_of.values()))
+    members = sorted(compress(values, map(set(chosen).__contains__, cells)))  # of one chosen cell after the other
+    firsts = dict(zip(chosen, accumulate((counts[cell] for cell in chosen), initial=0), strict=False))
+    return {rank: members[firsts[cell] + rank - starts[cell]] for rank, cell in cell_of.items()}
+
+
+def _finite(samples: Iterable[float]) -> Sequence[float]:
     """Return the samples, or none at all if one is not finite: dropping only that one would hide it."""
-    values = list(map(float, samples))
+    values = samples if isinstance(samples, array) else list(map(float, samples))
     return values if all(map(isfinite, values)) else []
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     """Return the mean, never outside the range of the samples, and without overflow."""
     try:
         mean = fsum(values) / len(values)
@@ -194,25 +229,33 @@ def user_throughput(request: TimedRequest) -> float | None:
 
 def itl_ms(request: TimedRequest) -> list[float]:
     """Return the inter-token latencies (ITL): gaps between successive chunks of the stream."""
-    gaps = ((b - a) * 1000.0 for a, b in pairwise(_arrivals(request)))
-    return [gap for gap in gaps if 0 <= gap <= LARGEST]
+    times = _arrivals(request)
+    return [gap for a, b in pairwise(times) if 0 <= (gap := (b - a) * 1000.0) <= LARGEST]
 
 
-def _arrivals(request: TimedRequest) -> list[float]:
+def _arrivals(request: TimedRequest) -> Sequence[float]:
     """Return the arrival times of output chunks, with the first token once."""
-    times = list(request.token_times)
+    times = request.token_times
     if request.first_token is not None and times and request.first_token < times[0]:
-        times.insert(0, request.first_token)
+        return [request.first_token, *times]
     return times
 
 
-def latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, list[float]]:
-    """Return the samples of each latency; TTFT, TPOT and E2E at most one per request, ITL pooled over all gaps."""
+def request_latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, Sequence[float]]:
+    """Return the samples of TTFT, TPOT and E2E, at most one per request."""
     per_request = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_ms": e2e_ms}
-    samples = {
-        name: [value for value in map(latency, requests) if value is not None] for name, latency in per_request.items()
+    return {
+        name: array("d", (value for value in map(latency, requests) if value is not None))
+        for name, latency in per_request.items()
     }
-    return samples | {"itl_ms": [gap for request in requests for gap in itl_ms(request)]}
+
+
+def latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, Sequence[float]]:
+    """Return the samples of each latency; ITL pooled over all gaps, the others at most one per request."""
+    gaps = array("d")
+    for request in requests:
+        gaps.extend(itl_ms(request))
+    return request_latencies_ms(requests) | {"itl_ms": gaps}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,8 +319,9 @@ def steady_state(requests: Sequence[TimedRequest]) -> SteadyState | None:
 
 def _max_concurrency(requests: Sequence[TimedRequest]) -> int:
     """Return the largest number of requests in decode at once; at equal times an end counts before a start."""
-    changes = [(r.first_token, 1) for r in requests if r.first_token is not None] + [(r.end, -1) for r in requests]
-    return max(1, *accumulate(change for _, change in sorted(changes)))
+    starts, ends = sorted(r.first_token for r in requests if r.first_token is not None), sorted(r.end for r in requests)
+    running = (begun - bisect_right(ends, start) for begun, start in enumerate(starts, start=1))
+    return max(1, max(running, default=1))
 
 
 def _tokens_between(request: TimedRequest, start: float, end: float) -> float:

@@ -6,7 +6,7 @@ from llmb.report.load_summary import client_line, interval_line, load_distributi
 from llmb.report.predictions.one_rank_text import one_rank_line, one_rank_rows
 from llmb.report.setting_text import precision_text
 from llmb.report.table import number, render, terminal_width
-from llmb.results.result import PredictionCheck, Result
+from llmb.results.result import GpuTelemetry, PredictionCheck, Result
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 FIGURE_HEADER = ("figure", "value", "unit", "what it says")
@@ -46,6 +46,8 @@ def figure_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     if result.one_rank is not None:
         yield from one_rank_rows(result.one_rank, result.gpu)
     yield from _serving_rows(result)
+    if result.mean_power_w is not None:
+        yield "power", number(result.mean_power_w), "W", f"of one GPU, on average{telemetry_text(result.telemetry)}"
     predicted = result.predicted
     if predicted is not None:
         yield "against prediction", f"{predicted.ratio:.3f}", "x", _prediction_text(predicted)
@@ -163,8 +165,17 @@ def _resource_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
         yield "energy", number(result.energy_joules), "J", f"all GPUs together, by their counters{doubt}"
     if result.output_tokens_per_joule is not None:
         yield "efficiency", number(result.output_tokens_per_joule), "tokens/J", "generated for that energy"
-    if result.mean_power_w is not None:
-        yield "power", number(result.mean_power_w), "W", "of one GPU, on average"
+
+
+def telemetry_text(telemetry: GpuTelemetry | None) -> str:
+    """Return limit, clock and throttling in clauses; empty where nothing was sampled."""
+    if telemetry is None:
+        return ""
+    limit, clock = telemetry.power_limit_w, telemetry.sm_clock_mhz
+    text = "" if limit is None else f", limit {number(limit)} W"
+    text += "" if clock is None else f"; SM clock {clock['p50']:,.0f} MHz (p5 {clock['p5']:,.0f})"
+    reasons = ", ".join(f"{reason} {100 * part:.0f} %" for reason, part in telemetry.throttle_reasons.items())
+    return text + (f"; throttled: {reasons} of samples" if reasons else "")
 
 
 def _time_spent(result: Result) -> str:

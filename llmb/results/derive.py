@@ -25,6 +25,7 @@ from llmb.events import (
 from llmb.formats.device_facts import recorded_facts
 from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
+from llmb.results.gpu_telemetry import gpu_telemetry, measured_span
 from llmb.results.load_warnings import client_moved
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
 from llmb.results.prediction_check import check_prediction
@@ -57,6 +58,7 @@ def derive(
         fields |= _training_fields(config, steps, chosen)
         fields["slow_ranks"] = _slow_ranks(config, recorded, fields)
     fields |= serving_fields(recorded, config)
+    fields |= _telemetry_fields(recorded, steps, fields)
     for event in recorded:
         if isinstance(event, ServingSummary):
             fields |= summary_fields(event)
@@ -180,6 +182,16 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
         fields["tokens_per_s_per_gpu"] = fields["tokens_per_s"] / config.machine.gpus
         fields |= _utilisation(config, statistics.median, min(tokens))
     return fields
+
+
+def _telemetry_fields(events: list[Event], steps: list[StepDone], fields: dict) -> dict:
+    """Return what GPUs did over the measured interval, and their mean power unless a counter gave it."""
+    first, last = fields.get("window", (0, 0))
+    telemetry = gpu_telemetry(events, measured_span([s for s in steps if first <= s.step <= last and not s.warmup]))
+    if telemetry is None:
+        return {}
+    power = fields.get("mean_power_w") or (telemetry.power_w or {}).get("mean")
+    return {"telemetry": telemetry, "mean_power_w": power}
 
 
 def _slow_ranks(config: RunConfig | None, events: list[Event], fields: dict) -> tuple[SlowRank, ...]:

@@ -57,8 +57,8 @@ def _summary(figure: Any, requests: Sequence[RequestDone]) -> dict[str, float] |
 
 def _intervals(completed: Sequence[RequestDone]) -> dict[str, dict[str, tuple[float, float]]]:
     """Return intervals of the latencies that each request has once; gaps between tokens depend on one another."""
-    samples = metrics.latencies_ms(completed)
-    intervals = {name: load_metrics.latency_intervals(samples[name]) for name in ("ttft_ms", "tpot_ms", "e2e_ms")}
+    samples = metrics.request_latencies_ms(completed)
+    intervals = {name: load_metrics.latency_intervals(values) for name, values in samples.items()}
     return {name: interval for name, interval in intervals.items() if interval is not None}
 
 

@@ -3,24 +3,36 @@
     request_ratios(requests_a, requests_b) -> [RequestRatio(figure="output_tokens_per_s", ratio=1.08, ...), ...]
 
 Requests that run at the same time share batches and waits, so they are not independent: resampling single requests
-would give intervals that are too narrow. Requests are sorted by arrival and cut into at most 50 blocks of neighbours of
-equal size, and blocks are resampled. Output tokens/s is (tokens / sum of E2E) x mean concurrency (Little's law), which
-is exactly sum of n / T; resampling moves the first factor. Drift between runs (clocks, other load) is not in these
-intervals: only repeated runs show it.
+would give intervals that are too narrow. Requests are sorted by arrival and cut into blocks of neighbours, as long as
+the autocorrelation of the figure requires (`block_length`, as for steps), and blocks are resampled. Of more than 1,000
+requests means of neighbours enter the autocorrelation, so that its 50 lags reach as far as in a short run.
+Output tokens/s is (tokens / sum of E2E) x mean concurrency (Little's law), which is exactly sum of n / T; resampling
+moves the first factor. Drift between runs (clocks, other load) is not in these intervals: only repeated runs show it.
+
+Sorting takes O(n log n) time; everything else is linear, in arrays of two numbers per request.
 """
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import ceil
+from operator import attrgetter
+from statistics import median
 
 from llmb.perfmodel import metrics
 from llmb.perfmodel.metrics import TimedRequest
-from llmb.results.compare.median_interval import MedianInterval
+from llmb.results.compare.median_interval import (
+    MOST_BLOCKS,
+    MedianInterval,
+    block_length,
+    few_blocks_factor,
+    ratio_of,
+)
 
-BLOCKS = 50
-FEWEST_BLOCKS = 10  # for an interval
+FEWEST_REQUESTS = 10  # for an interval
+FEWEST_BLOCKS = 5
+CELLS = 1000  # of neighbouring requests, whose means show the autocorrelation of a long run
 RESAMPLES = 1000
 SEED = 1234  # the same runs always give the same verdict
 
@@ -38,6 +50,7 @@ class RequestRatio:
     low: float | None
     high: float | None
     higher_is_better: bool
+    blocks: tuple[tuple[int, int], tuple[int, int]]  # of A and B: how many were resampled, of how many requests each
 
     @property
     def differs(self) -> bool | None:
@@ -67,29 +80,23 @@ FIGURES: dict[str, tuple[Callable[[TimedRequest], Sums], bool]] = {  # sums of a
 
 def request_ratios(a: Sequence[TimedRequest], b: Sequence[TimedRequest]) -> list[RequestRatio]:
     """Return output tokens/s and mean TTFT, TPOT and E2E of B over A, as far as both runs have them."""
-    whole_a, whole_b = metrics.throughput(a), metrics.throughput(b)
-    if whole_a is None or whole_b is None:
-        return []
+    return ratios_of_times(request_times(a), request_times(b))
+
+
+def ratios_of_times(a: dict[str, MedianInterval], b: dict[str, MedianInterval]) -> list[RequestRatio]:
+    """Return the ratios of the figures that both have, from their times with intervals."""
     ratios = []
-    for figure, (sums, higher_is_better) in FIGURES.items():
-        rate = figure == "output_tokens_per_s"
-        factor_a, factor_b = (whole_a.mean_concurrency, whole_b.mean_concurrency) if rate else (1.0, 1.0)
-        blocks_a, blocks_b = _blocks(a, sums), _blocks(b, sums)
-        value_a, value_b = _quotient(blocks_a), _quotient(blocks_b)
-        if value_a and value_b:
-            scale = factor_b / factor_a
-            low, high = _interval(blocks_a, blocks_b, scale)
-            ratios.append(
-                RequestRatio(
-                    figure=figure,
-                    a=value_a * factor_a,
-                    b=value_b * factor_b,
-                    ratio=value_b / value_a * scale,
-                    low=low,
-                    high=high,
-                    higher_is_better=higher_is_better,
-                )
+    for figure in (figure for figure in a if figure in b):
+        time_a, time_b, higher_is_better = a[figure], b[figure], FIGURES[figure][1]
+        ratio = ratio_of(time_a, time_b) if higher_is_better else ratio_of(time_b, time_a)
+        values = [1 / time.median if higher_is_better else time.median for time in (time_a, time_b)]
+        ratios.append(
+            RequestRatio(
+                figure=figure, a=values[0], b=values[1], ratio=ratio.ratio, low=ratio.low, high=ratio.high,
+                higher_is_better=higher_is_better,
+                blocks=((time_a.blocks, time_a.block), (time_b.blocks, time_b.block)),
             )
+        )  # fmt: skip
     return ratios
 
 
@@ -99,44 +106,57 @@ def request_times(requests: Sequence[TimedRequest]) -> dict[str, MedianInterval]
     The estimate is a mean, in the place of the median.
     """
     whole = metrics.throughput(requests)
+    if whole is None:
+        return {}
+    ordered = sorted(requests, key=attrgetter("arrival"))
     times = {}
-    for figure, (sums, higher_is_better) in FIGURES.items() if whole is not None else ():
-        blocks = _blocks(requests, sums)
-        value = _quotient(blocks)
-        if not value or whole is None:
-            continue
-        low, high = _interval(blocks, None, 1.0)
-        if higher_is_better:  # output tokens/s
-            scale = whole.mean_concurrency
-            value, low, high = 1 / (value * scale), high and 1 / (high * scale), low and 1 / (low * scale)
-        n = len(requests)
-        times[figure] = MedianInterval(
-            median=value, low=low, high=high, n=n, block=ceil(n / BLOCKS), blocks=len(blocks)
-        )
+    for figure, (sums, higher_is_better) in FIGURES.items():
+        tops, bottoms = array("d"), array("d")
+        for request in ordered:
+            top, bottom = sums(request)
+            tops.append(top)
+            bottoms.append(bottom)
+        if higher_is_better:  # output tokens/s: its inverse is a time
+            tops, bottoms = bottoms, tops
+        if sum(tops) > 0 and sum(bottoms) > 0:
+            times[figure] = _mean_interval(tops, bottoms, 1 / whole.mean_concurrency if higher_is_better else 1.0)
     return times
 
 
-def _blocks(requests: Sequence[TimedRequest], sums: Callable[[TimedRequest], Sums]) -> list[Sums]:
+def _mean_interval(tops: Sequence[float], bottoms: Sequence[float], scale: float) -> MedianInterval:
+    """Return sum of tops over sum of bottoms, times the scale."""
+    n, mean = len(tops), sum(tops) / sum(bottoms)
+    block = min(n, max(_block_length(tops, bottoms), ceil(n / MOST_BLOCKS)))
+    blocks = _block_sums(tops, bottoms, block)
+    if len(blocks) > 1 and n % block:
+        blocks.pop()  # a shorter end would weigh as much as the others
+    low: float | None = None
+    high: float | None = None
+    if n >= FEWEST_REQUESTS and len(blocks) >= FEWEST_BLOCKS:
+        chance = random.Random(SEED)
+        resampled = [_quotient(chance.choices(blocks, k=len(blocks))) for _ in range(RESAMPLES)]
+        ratios = [value / mean for value in resampled if value]
+        below, above = metrics.percentile(ratios, 2.5), metrics.percentile(ratios, 97.5)
+        if below is not None and above is not None and len(ratios) == RESAMPLES:
+            wider = few_blocks_factor(len(blocks))
+            low, high = scale * mean * min(1.0, below) ** wider, scale * mean * max(1.0, above) ** wider
+    return MedianInterval(median=scale * mean, low=low, high=high, n=n, block=block, blocks=len(blocks))
+
+
+def _block_length(tops: Sequence[float], bottoms: Sequence[float]) -> int:
+    """Return how many neighbours form a block, from the autocorrelation of whether a request is above the median."""
+    cell = ceil(len(tops) / CELLS)
+    means = [_quotient([sums]) or 0.0 for sums in _block_sums(tops, bottoms, cell)]
+    middle = median(means)
+    return cell * block_length([mean > middle for mean in means])
+
+
+def _block_sums(tops: Sequence[float], bottoms: Sequence[float], size: int) -> list[Sums]:
     """Return the sums of each block of neighbours; the last block may be smaller."""
-    ordered = [sums(request) for request in sorted(requests, key=lambda request: request.arrival)]
-    size = ceil(len(ordered) / BLOCKS)
-    blocks = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    return [(sum(top for top, _ in block), sum(bottom for _, bottom in block)) for block in blocks]
+    starts = range(0, len(tops), size)
+    return [(sum(tops[start : start + size]), sum(bottoms[start : start + size])) for start in starts]
 
 
 def _quotient(blocks: Sequence[Sums]) -> float | None:
     top, bottom = sum(block[0] for block in blocks), sum(block[1] for block in blocks)
     return top / bottom if bottom > 0 else None
-
-
-def _interval(a: list[Sums], b: list[Sums] | None, scale: float) -> tuple[float | None, float | None]:
-    """Return the interval of B over A; without B that of A."""
-    if len(a) < FEWEST_BLOCKS or (b is not None and len(b) < FEWEST_BLOCKS):
-        return None, None
-    chance = random.Random(SEED)
-    pairs = ((a, b) for _ in range(2 * RESAMPLES)) if b is not None else (([(1.0, 1.0)], a) for _ in range(RESAMPLES))
-    resampled = ((_quotient(chance.choices(x, k=len(x))), _quotient(chance.choices(y, k=len(y)))) for x, y in pairs)
-    ratios = sorted(islice((y / x * scale for x, y in resampled if x and y), RESAMPLES))
-    if len(ratios) < RESAMPLES:
-        return None, None
-    return metrics.percentile(ratios, 2.5), metrics.percentile(ratios, 97.5)

@@ -97,6 +97,21 @@ class OneRankStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuTelemetry:
+    """Samples of all GPUs over the measured interval, twice a second each. Null: the driver does not say."""
+
+    samples: int
+    gpus: int  # that were sampled
+    power_w: dict[str, float] | None  # mean, p5, p50, p95; this and the next ones of one GPU
+    power_limit_w: float | None  # enforced; the lowest
+    sm_clock_mhz: dict[str, float] | None
+    temperature_c: dict[str, float] | None
+    throttled_fraction: float  # of samples, in which something kept clocks down, 0 to 1
+    throttle_reasons: dict[str, float]  # the same by reason; several may act at once
+    sampling_cpu_fraction: float | None  # of one core, that sampling took
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """One run in figures."""
 
@@ -188,6 +203,7 @@ class Result:
     energy_note: str | None = None  # why there is none
     output_tokens_per_joule: float | None = None
     mean_power_w: float | None = None  # of one GPU
+    telemetry: GpuTelemetry | None = None  # power, clocks, temperature, throttling; null without a GPU
 
     time_spent: tuple[TimeShare, ...] = ()  # of a profiled run; the shares sum to 1
     collectives: tuple[Collective, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmb.config.spec import Status
 from llmb.events import (
+    GpuSample,
     HangReport,
     RequestDone,
     RunEnded,
@@ -20,11 +21,11 @@ from llmb.events import (
     append,
 )
 
-RecordedEvent = RunStarted | StepDone | RequestDone | ServingSample | ServingFacts | TimeSpent | HangReport
+RecordedEvent = RunStarted | StepDone | RequestDone | ServingSample | ServingFacts | GpuSample | TimeSpent | HangReport
 
 
 class EventRecorder:
-    """Writer of events.rank<N>.jsonl, shared by the main thread and the signal thread."""
+    """Writer of events.rank<N>.jsonl, shared by the main thread, the signal thread and the GPU sampler."""
 
     def __init__(self, folder: Path, rank: int):
         self.path = folder / f"events.rank{rank}.jsonl"

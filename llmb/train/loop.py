@@ -24,6 +24,7 @@ from llmb.models.architectures import Network
 from llmb.ops.device_capabilities import TRAINING_FEATURES, check_dtypes, fallback_lines
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import checkpoint_step
+from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.profile_window import check_gpu_metrics
 from llmb.runtime.provenance import run_started
@@ -93,7 +94,7 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     check_dtypes(mesh.device, dtype=config.precision.dtype)
     features = TRAINING_FEATURES if config.precision.dtype != "fp32" else ("triton",)
     recorder.add(run_started(process, fallback_lines(mesh.device, features)))
-    with advise_on_oom(mesh.device, config):
+    with advise_on_oom(mesh.device, config), GpuSampler(recorder, mesh.device):
         job, model_parts, optimizer = build_training(job)
         with open_checkpointer(job, folder, model_parts, optimizer) as checkpointer:
             if checkpointer is not None and checkpoint is not None:

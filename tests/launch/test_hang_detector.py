@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from llmb.config.spec import Limits, Machine, Profile, RunConfig
-from llmb.events import HangReport, RunStarted, StepDone
+from llmb.events import GpuSample, HangReport, RunStarted, StepDone
 from llmb.launch.hang_detector import (
     IDLE_LIMIT_S,
     MIN_LIMIT_S,
@@ -58,6 +58,14 @@ def fake_run(config):
         return FakeRun(replace(config, machine=machine, workload=work))
 
     return make
+
+
+def test_samples_of_the_gpu_are_no_progress(fake_run):
+    run = fake_run()
+    run.step(1)
+    run.now += MIN_LIMIT_S / 2
+    run.detector.observe(GpuSample(time=0.0, power_w=600.0))
+    assert run.hangs_after() == MIN_LIMIT_S / 2
 
 
 def test_hang_with_short_steps_is_stopped_within_a_minute(fake_run):

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from fake_nvml import FakeNvml
 from reference_training import LEAST, TIED, UNTIED
 
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, OutOfCore, Parallel, Precision, Profile, RunConfig
-from llmb.events import RunEnded, RunStarted, StepDone, read
+from llmb.events import GpuSample, RunEnded, RunStarted, StepDone, read
 from llmb.models.hf_weights import load_weights
 from llmb.models.llama import Llama
 from llmb.offload.__main__ import run
 from llmb.offload.offload_checkpoint import SCALES
 from llmb.perfmodel.offload.stream_timeline import read_timeline
 from llmb.runtime.adamw_settings import learning_rate
+from llmb.runtime.nvml_gpu import NvmlGpu
 from llmb.runtime.recorder import EventRecorder
 
 PLAN = replace(LEAST, update_at="forward", gbs=3, groups_per_round=2, chunk_tokens=6, levels="FAIFAIFAIFAI")
@@ -67,6 +69,12 @@ def test_run_records_every_step_and_its_end(tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert f"learning rate: {learning_rate(2, WORK):.6E}" in out
     assert "memory: host 0.00 of 0.1 GiB" in out
+
+
+def test_state_of_the_gpu_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmb.runtime.gpu_sampler.open_gpu", lambda device: NvmlGpu(FakeNvml(), "GPU-1234"))
+    events, _ = run_in(tmp_path, CONFIG)
+    assert any(isinstance(event, GpuSample) and event.power_w == 200.0 for event in events)
 
 
 def test_profiled_run_writes_its_timeline(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The metrics against worked examples and tables of the sources, numpy, and invalid inputs."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -330,3 +331,19 @@ def test_throughput_without_requests_is_none() -> None:
     assert metrics.throughput([]) is None
     assert metrics.throughput([request(1.0, 1.0, (), 1.0, 1)]) is None
     assert metrics.throughput([STREAMED, request(0.0, 0.1, (), math.nan, 1)]) is None
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "few values", "constant"])
+def test_percentiles_of_many_samples_are_those_of_sorted_ones(monkeypatch, kind):
+    chance = random.Random(1)
+    draw = {
+        "normal": lambda: chance.gauss(10, 1),
+        "heavy": lambda: chance.paretovariate(0.5),
+        "few values": lambda: float(chance.randrange(5)),
+        "constant": lambda: 3.0,
+    }[kind]
+    samples = [draw() for _ in range(5003)]
+    exact = metrics.latency_summary(samples)
+    monkeypatch.setattr(metrics, "MOST_SORTED", 100)
+    monkeypatch.setattr(metrics, "CUTS", 50)
+    assert metrics.latency_summary(samples) == pytest.approx(exact, rel=1e-12)

@@ -7,7 +7,7 @@ from llmb.cli.explain.run_figures import explain_result
 from llmb.config.overrides import from_arguments
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.events import RequestDone, RunEnded, RunStarted, ServingFacts, ServingSample, StepDone, TimeSpent
+from llmb.events import GpuSample, RequestDone, RunEnded, RunStarted, ServingFacts, ServingSample, StepDone, TimeSpent
 from llmb.perfmodel.explain.run_prediction import predict_run
 from llmb.report.page.run_record import RunRecord
 from llmb.results.derive import derive
@@ -29,6 +29,18 @@ def _record(config, events, label, **fields):
     )  # fmt: skip
 
 
+def gpu_samples(rank, seconds, measured=None):
+    """Samples of a GPU that is power-capped every other second."""
+    state = {"rank": rank, "measured": measured, "temperature_c": 60.0, "power_limit_w": 700.0, "read_s": 0.0005}
+    return [
+        GpuSample(
+            time=n / 2, power_w=690.0 + n % 5, sm_clock_mhz=1980.0 - 225 * (n % 4 > 1),
+            throttle_reasons=("power cap",) if n % 4 > 1 else (), **state,
+        )
+        for n in range(int(2 * seconds))
+    ]  # fmt: skip
+
+
 def trained(recipes, steps=40, ranks=1, profiled=False, label="L1", **changes):
     """Llama 8B on an H200, a step of 4.2 s with one outlier."""
     settings = tuple(from_arguments([f"steps={steps}", f"window=3-{steps}", "gbs=6", "mbs=2"]))
@@ -46,6 +58,7 @@ def trained(recipes, steps=40, ranks=1, profiled=False, label="L1", **changes):
                     loss=4 + 8 * exp(-n / 10), grad_norm=1.0 + 1 / n, memory_bytes=90 * 2**30, warmup=n < 3,
                 )
             )  # fmt: skip
+        events += gpu_samples(rank, 4.2 * min(steps, 200))
     if profiled:
         events += [TimeSpent(kind=kind, seconds_per_step=4.3 * share, share=share) for kind, share in KINDS.items()]
     return _record(config, [*events, RunEnded(time=1e6, status="ok")], label)
@@ -69,6 +82,7 @@ def served(recipes, requests=64, tokens=20, label="L2"):
                 output_tokens=tokens, requested_tokens=tokens,
             )
         )  # fmt: skip
+    events += [*gpu_samples(0, 3, False), *gpu_samples(0, 10, True)]
     samples = 50
     for n in range(samples):
         use = {"waiting": n % 3, "running": 8, "blocks_used": 10 * n, "blocks": 1000}

@@ -185,7 +185,7 @@ def test_serving_runs_are_judged_by_their_requests(recipes):
     assert compared["doubts"] == []
     assert compared["speed"]["low"] > 1.15
     printed = text(compared)
-    assert "block bootstrap over requests" in printed
+    assert "bootstrap over blocks of requests" in printed
     for figure in ("output_tokens_per_s", "ttft_ms (mean)", "ttft_ms (p99)", "tpot_ms (p50)", "e2e_ms (mean)"):
         assert figure in printed
 

@@ -18,6 +18,7 @@ from llmb.report.compare.compare_export import set_csv, set_markdown
 from llmb.report.compare.compare_text import set_text
 from llmb.report.compare.run_set import ComparedRun, compare_runs, run_labels
 from llmb.results.derive import derive
+from llmb.results.result import GpuTelemetry
 
 
 @pytest.fixture
@@ -72,6 +73,30 @@ def test_what_speaks_against_the_baseline_is_said_once(run):
     partial = replace(baseline, result=replace(baseline.result, status="incomplete", reason="20 of 40 steps"))
     printed = set_text(compare_runs([partial, run(1.0), run(1.0)]))
     assert printed.count("A is incomplete: 20 of 40 steps") == 1
+
+
+def sampled(run, clock, limit=700.0, **reasons):
+    """The run with samples of its GPU."""
+    telemetry = GpuTelemetry(
+        samples=20, gpus=1, power_w={"mean": 650.0}, power_limit_w=limit, sm_clock_mhz={"p50": clock, "p5": clock},
+        temperature_c=None, throttled_fraction=0.5, sampling_cpu_fraction=None,
+        throttle_reasons={name.replace("_", " "): fraction for name, fraction in reasons.items()},
+    )  # fmt: skip
+    return replace(run, result=replace(run.result, telemetry=telemetry))
+
+
+def test_clocks_power_limits_and_throttling_are_reasons_for_doubt(run):
+    baseline = sampled(run(1.0), 1980.0)
+    slower = set_text(compare_runs([baseline, sampled(run(1.1), 1755.0, limit=500.0)]))
+    assert "A ran at 1,980 MHz median, B at 1,755: part of the difference is the clock" in slower
+    assert "their power limits differ: A 700 W, B 500 W" in slower
+    faster = set_text(compare_runs([baseline, sampled(run(0.9), 1755.0)]))
+    assert "B at 1,755: at equal clocks the difference would be larger" in faster
+    hot = sampled(run(1.0), 1965.0, power_cap=0.9, hardware_thermal_slowdown=0.35, power_brake=0.01)
+    text = set_text(compare_runs([baseline, hot]))
+    assert "B was throttled: hardware thermal slowdown in 35 % of samples" in text
+    assert "sm_clock_mhz (p50)" in text
+    assert not any(word in text for word in ("MHz median", "power limits", "power cap", "power brake"))
 
 
 def test_other_power_is_a_reason_for_doubt(run):

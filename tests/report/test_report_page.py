@@ -9,6 +9,7 @@ import pytest
 from page_runs import HOSTILE, hostile, served, trained
 
 from llmb.errors import ConfigError
+from llmb.events import GpuSample
 from llmb.perfmodel.explain.explanation import TermPair
 from llmb.perfmodel.offload.machine_rates import H200
 from llmb.perfmodel.probe.probe_record import CollectiveRate, Collectives, ProbeDetails, ProbeRecord, spread
@@ -123,6 +124,24 @@ def test_several_ranks_have_boxes(recipes):
     (box,) = named(training_charts(trained(recipes, ranks=3)), "ranks").traces
     assert box["x"] == [0, 1, 2]
     assert box["median"] == sorted(box["median"])
+
+
+def test_power_and_clocks_over_time(recipes):
+    record = trained(recipes)
+    chart = named(training_charts(record), "power-clocks")
+    power, clock = chart.traces
+    assert (power["name"], clock["name"], clock["yaxis"]) == ("power", "SM clock", "y2")
+    assert len(power["x"]) == len(clock["y"]) == 336
+    window = chart.layout["shapes"][0]  # steps 3 to 40, of 4.2 s each
+    assert (window["x0"], window["x1"]) == pytest.approx((3 * 4.2 - 4.2, 168), abs=0.1)
+    assert "power cap in 50 %" in chart.captions[1]
+    band = named(training_charts(trained(recipes, ranks=3)), "power-clocks")
+    assert "3 GPUs" in band.captions[0]
+    assert len(band.traces) == 6  # a line and the two edges of its band, of power and clock
+    served_chart = named(serving_charts(served(recipes)), "power-clocks")
+    assert len(served_chart.traces[0]["x"]) == 20  # without the warm-up
+    unsampled = replace(record, events=[e for e in record.events if not isinstance(e, GpuSample)])
+    assert "power-clocks" not in {chart.name for chart in training_charts(unsampled)}
 
 
 def test_a_thinned_series_keeps_every_extreme():

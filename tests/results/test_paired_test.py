@@ -2,6 +2,7 @@
 
 import math
 import random
+from statistics import median
 
 import pytest
 
@@ -39,6 +40,52 @@ def test_a_difference_of_one_percent_is_found():
     assert all(test.last.ratio > 1 for test in different)
     assert sum(test.last.low <= 1.01 <= test.last.high for test in tests) >= 0.95 * len(tests)
     assert sum(test.last.pairs for test in tests) / len(tests) < 8, "it ends before all pairs are run"
+
+
+STEP_NOISE, RUN_NOISE, STEPS = 0.003, 0.002, 10  # of a run on an H200: within it, between runs, measured steps
+MACHINES = {  # what else moves the times: slowdown of the k-th run
+    "steady": lambda k, walk: 0.0,
+    "linear drift": lambda k, walk: 0.001 * k,
+    "warming up": lambda k, walk: 0.01 * math.exp(-k / 6),
+    "slower from the 12th run on": lambda k, walk: 0.01 / (1 + math.exp(12 - k)),
+    "random walk": lambda k, walk: walk,
+    "other load that comes and goes": lambda k, walk: 0.004 * math.sin(2 * math.pi * k / 9),
+}
+
+
+def simulated_machine(seed, machine, difference=0.0, correlation=0.8):
+    """Test on a machine with AR(1) step times, a mean of its own for each run, and a drift between runs."""
+    chance, runs, walk = random.Random(seed), 0, 0.0
+
+    def measure(side):
+        nonlocal runs, walk
+        mean = MACHINES[machine](runs, walk) + RUN_NOISE * chance.gauss(0, 1) - (difference if side == "B" else 0.0)
+        runs, walk = runs + 1, walk + 0.001 * chance.gauss(0, 1)
+        noise, times = chance.gauss(0, 1), []
+        for _ in range(STEPS):
+            times.append(math.exp(mean + STEP_NOISE * noise))
+            noise = correlation * noise + math.sqrt(1 - correlation**2) * chance.gauss(0, 1)
+        return median(times)
+
+    return paired_test(measure, 10)
+
+
+def check_error_rates(trials, machine):
+    tests = [simulated_machine(seed, machine) for seed in range(trials)]
+    assert sum(test.outcome == "different" for test in tests) <= 0.05 * trials
+    unequal = [simulated_machine(seed, machine, difference=0.01) for seed in range(trials // 4)]
+    assert sum(test.outcome == "different" and test.last.ratio > 1 for test in unequal) >= 0.97 * len(unequal)
+
+
+@pytest.mark.parametrize("machine", ["linear drift", "random walk"])
+def test_error_rates_on_a_realistic_machine(machine):
+    check_error_rates(200, machine)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("machine", MACHINES)
+def test_error_rates_on_every_machine(machine):
+    check_error_rates(2000, machine)
 
 
 def test_equal_processes_end_at_the_floor_and_name_the_largest_difference():

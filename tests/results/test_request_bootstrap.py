@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llmb.events import RequestDone
 from llmb.perfmodel import metrics
-from llmb.results.request_bootstrap import FEWEST_BLOCKS, request_ratios
+from llmb.results.request_bootstrap import FEWEST_REQUESTS, request_ratios
 
 
 def load(count=200, speed=1.0, concurrency=8, noise=0.1, seed=1, tokens=32, shared=0.0):
@@ -71,8 +71,19 @@ def test_the_interval_holds_the_truth_although_requests_share_batches():
     assert held >= 24  # 28.5 expected
 
 
+def test_blocks_are_as_long_as_requests_are_correlated():
+    """Waves of 16 that share all their noise need longer blocks than independent requests."""
+    independent, waves = (
+        {r.figure: r.blocks[0][1] for r in request_ratios(a, a)}
+        for a in (load(96, noise=0.1), load(960, concurrency=16, noise=0.01, shared=0.1))
+    )
+    assert independent["ttft_ms"] <= 3
+    assert waves["ttft_ms"] >= 16
+    assert waves["e2e_ms"] >= 16
+
+
 def test_too_few_requests_give_no_interval():
-    for ratio in request_ratios(load(FEWEST_BLOCKS - 1), load(speed=2.0)):
+    for ratio in request_ratios(load(FEWEST_REQUESTS - 1), load(speed=2.0)):
         assert (ratio.low, ratio.high, ratio.differs) == (None, None, None)
 
 

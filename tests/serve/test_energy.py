@@ -1,43 +1,26 @@
 """Energy counter and sampled power of a fake NVML driver."""
 
 import time
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
+from fake_nvml import FakeNvml
 
+from llmb.runtime.gpu_sampler import GpuSampler
+from llmb.runtime.nvml_gpu import NvmlGpu
+from llmb.runtime.recorder import EventRecorder
 from llmb.serve.benchmark.energy import EnergyMeter, integrate_power
 
 GPU = torch.device("cuda", 0)
 
 
-class Driver:
-    """NVML of one GPU that draws constant power."""
-
-    def __init__(self, watts: float = 200.0):
-        self.watts, self.began = watts, time.perf_counter()
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
-        assert name == "GPU-1234"
-        return name
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, gpu: str) -> int:
-        return int((time.perf_counter() - self.began) * self.watts * 1e3)
-
-    def nvmlDeviceGetPowerUsage(self, gpu: str) -> int:
-        return int(self.watts * 1e3)
+def sampler(folder: Path, nvml: FakeNvml) -> GpuSampler:
+    return GpuSampler(EventRecorder(folder, 0), GPU, measured=False, gpu=NvmlGpu(nvml, "GPU-1234"), interval_s=0.01)
 
 
-@pytest.fixture(autouse=True)
-def a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-
-
-def test_counter_and_sampled_power_agree_at_constant_power() -> None:
-    with EnergyMeter(GPU, Driver(), interval_s=0.01) as meter:
+def test_counter_and_sampled_power_agree_at_constant_power(tmp_path: Path) -> None:
+    with sampler(tmp_path, FakeNvml()) as samples, EnergyMeter(samples) as meter:
         time.sleep(0.2)
     energy = meter.energy
     assert energy.note is None
@@ -45,16 +28,14 @@ def test_counter_and_sampled_power_agree_at_constant_power() -> None:
     assert energy.mean_power_w == pytest.approx(200, rel=0.05)
 
 
-def test_missing_counter_is_noted() -> None:
-    class Old(Driver):
-        def nvmlDeviceGetTotalEnergyConsumption(self, gpu: str) -> int:
-            raise RuntimeError("Not Supported")
-
-    for device, driver, reason in (
-        (GPU, Old(), "no energy counter: Not Supported"),
-        (torch.device("cpu"), Driver(), "no energy counter: the run is on a cpu device"),
+def test_missing_counter_is_noted(tmp_path: Path) -> None:
+    old = sampler(tmp_path, FakeNvml(missing=("nvmlDeviceGetTotalEnergyConsumption",)))
+    cpu = GpuSampler(EventRecorder(tmp_path, 1), torch.device("cpu"))
+    for samples, reason in (
+        (old, "no energy counter: the GPU has none"),
+        (cpu, "no energy counter: the run is on a cpu device"),
     ):
-        with EnergyMeter(device, driver) as meter:
+        with samples, EnergyMeter(samples) as meter:
             pass
         assert meter.energy.note == reason
         assert meter.energy.joules is meter.energy.power_joules is meter.energy.mean_power_w is None

@@ -6,10 +6,12 @@ import re
 
 import pytest
 import torch
+from fake_nvml import FakeNvml
 from small_serving import CONFIG, served
 
-from llmb.events import RunStarted
+from llmb.events import GpuSample, RunStarted
 from llmb.perfmodel.params import parameters
+from llmb.runtime.nvml_gpu import NvmlGpu
 from llmb.serve.benchmark import serving_benchmark
 
 
@@ -47,6 +49,15 @@ def test_run_records_requests_and_warmup(serve, capsys) -> None:
     out = capsys.readouterr().out
     assert re.search(r"^warm-up [\d.]+ s: 4/4 requests \| \d+ output tokens/s \| 0 running, 0 waiting", out, re.M)
     assert re.search(r"^measured [\d.]+ s: 9/9 requests", out, re.M)
+
+
+@pytest.mark.slow
+def test_state_of_the_gpu_is_sampled(serve, monkeypatch) -> None:
+    monkeypatch.setattr("llmb.runtime.gpu_sampler.open_gpu", lambda device: NvmlGpu(FakeNvml(), "GPU-1234"))
+    done = serve()
+    samples = done.events(GpuSample)
+    assert {sample.measured for sample in samples} == {False, True}
+    assert done.facts().mean_power_w == pytest.approx(200, rel=0.05)
 
 
 def peak_concurrency(requests: list) -> int:

@@ -7,10 +7,12 @@ import weakref
 
 import pytest
 import torch
+from fake_nvml import FakeNvml
 from small_models import SMALL_MODELS
 
-from llmb.events import StepDone
-from llmb.results.readers.megatron_bridge_log import read
+from llmb.events import GpuSample, StepDone
+from llmb.results.readers import megatron_bridge_log
+from llmb.runtime.nvml_gpu import NvmlGpu
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train import loop
 from llmb.train.parallel.fsdp import sharded_parameters
@@ -43,6 +45,14 @@ def test_run_records_start_steps_and_end(trained) -> None:
     assert (ended.status, ended.reason) == ("ok", None)
 
 
+def test_state_of_the_gpu_is_sampled(trained, monkeypatch) -> None:
+    monkeypatch.setattr("llmb.runtime.gpu_sampler.open_gpu", lambda device: NvmlGpu(FakeNvml(), "GPU-1234"))
+    done = trained()
+    samples = [event for event in done.events() if isinstance(event, GpuSample)]
+    assert samples
+    assert {(sample.power_w, sample.measured) for sample in samples} == {(200.0, None)}
+
+
 def test_log_format_is_megatron_bridge(trained, capsys) -> None:
     done = trained(lr=1e-2, lr_warmup_steps=2, lr_decay_steps=4)
     lines = capsys.readouterr().out.splitlines()
@@ -58,7 +68,9 @@ def test_log_format_is_megatron_bridge(trained, capsys) -> None:
         assert float(lr) == (5e-3, 1e-2, 5.5e-3, 1e-3)[step.step - 1]
         assert float(loss) == pytest.approx(step.loss, rel=1e-6)
         assert float(norm) == pytest.approx(step.grad_norm, abs=5.1e-4)
-    for event, step in zip((e for e in read(lines) if isinstance(e, StepDone)), done.steps(), strict=True):
+    for event, step in zip(
+        (e for e in megatron_bridge_log.read(lines) if isinstance(e, StepDone)), done.steps(), strict=True
+    ):
         assert (event.step, event.loss) == (step.step, pytest.approx(step.loss, rel=1e-6))
         assert event.memory_bytes == pytest.approx(step.memory_bytes, rel=1e-2)
         assert event.reported_tflops_per_gpu is None or event.reported_tflops_per_gpu < 1

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from llmb.config.spec import OutOfCore, RunConfig, Training
+from llmb.config.spec import OutOfCore, Training
+from llmb.report.compare.clock_doubts import Labels, Run, clock_doubts
 from llmb.report.compare.compare_serving import load_doubts
 from llmb.results.compare.speed_ratio import tokens_per_step
 from llmb.results.result import Result
@@ -15,11 +16,6 @@ MEASUREMENT_WARNINGS = {
     "TOKEN_COUNTS_DIFFER", "POWER_LIMIT", "THROTTLED", "PCIE_NARROW", "UNEQUAL_GPUS",
 }  # fmt: skip
 
-SAME_POWER = 0.05  # relative difference of mean power that is no reason for doubt
-
-Run = tuple[RunConfig | None, Result]
-Labels = tuple[str, str]
-
 
 def doubts(a: Run, b: Run, labels: Labels = ("A", "B")) -> Iterator[str]:
     """Yield one clause for each reason: a bad run, other hardware, another model, other lengths."""
@@ -30,7 +26,7 @@ def doubts(a: Run, b: Run, labels: Labels = ("A", "B")) -> Iterator[str]:
             if warning.code in MEASUREMENT_WARNINGS:
                 yield f"{label}: {warning.text}"
     yield from _about_hardware(a[1], b[1], labels)
-    yield from _about_power(a[1], b[1], labels)
+    yield from clock_doubts(a, b, labels)
     yield from _about_ranks(a[1], b[1], labels)
     yield from _about_model(a, b, labels)
     yield from _about_work(a, b, labels)
@@ -46,16 +42,6 @@ def _about_hardware(a: Result, b: Result, labels: Labels) -> Iterator[str]:
     else:
         places = [f"{label} on {r.gpus or '?'} x {name}" for label, r, name in zip(labels, (a, b), names, strict=True)]
         yield f"they ran on other hardware: {', '.join(places)}"
-
-
-def _about_power(a: Result, b: Result, labels: Labels) -> Iterator[str]:
-    """Yield that GPUs drew different power: a power limit or other clocks may explain other speeds."""
-    power_a, power_b = a.mean_power_w, b.mean_power_w
-    if power_a and power_b and abs(power_a - power_b) > SAME_POWER * max(power_a, power_b):
-        yield (
-            f"their GPUs drew different power: {labels[0]} {power_a:.0f} W, {labels[1]} {power_b:.0f} W on average; "
-            "look at power limits and clocks"
-        )
 
 
 def _about_ranks(a: Result, b: Result, labels: Labels) -> Iterator[str]:

@@ -12,7 +12,8 @@ from llmb.results.result import Result
 
 NAMES = {"output_tokens_per_s": "output tokens/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 METHOD = (
-    "95 % intervals of means by a block bootstrap over requests; noise between runs is not in them: repeat each (-r 5)"
+    "95 % intervals of means by a bootstrap over blocks of requests, as long as their autocorrelation requires; noise "
+    "between runs is not in them: repeat each (-r 5)"
 )
 SAME = 0.1  # relative difference of achieved loads that is no reason for doubt
 

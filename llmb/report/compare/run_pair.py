@@ -15,6 +15,7 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.metrics import TimedRequest
+from llmb.report.compare.clock_doubts import median_clock
 from llmb.report.compare.compare_doubts import doubts
 from llmb.report.compare.compare_serving import serving_verdict
 from llmb.results.compare.baseline import MeasuredRun
@@ -128,6 +129,7 @@ def figures_of(config: RunConfig | None, result: Result) -> dict[str, float | No
         "time_per_token_us": None if per_token is None else 1e6 * per_token,
         "time_per_sample_ms": None if per_token is None or seqlen is None else 1e3 * per_token * seqlen,
         **{name: getattr(result, name) for name in FIGURES},
+        "sm_clock_mhz (p50)": median_clock(result),
         **{
             f"{name} ({statistic})": (getattr(result, name) or {}).get(statistic)
             for name in LATENCIES

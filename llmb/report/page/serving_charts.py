@@ -10,6 +10,7 @@ from llmb.events import RequestDone, ServingSample
 from llmb.perfmodel.metrics import e2e_ms, itl_ms, percentile, tpot_ms, ttft_ms
 from llmb.report.page.page_chart import Chart, axis, fill, series, shaded, thinned_series, values, vertical_line
 from llmb.report.page.run_record import RunRecord
+from llmb.report.page.telemetry_chart import telemetry_chart
 from llmb.report.page.thinning import thin
 from llmb.report.table import number
 from llmb.results.serving_figures import measured_requests
@@ -32,6 +33,7 @@ def serving_charts(record: RunRecord) -> list[Chart]:
     measured = measured_requests(record.events)
     done = [request for request in measured if request.error is None]
     charts = [*_latency_charts(record, done), *_over_time(record, done), _arrivals(measured), _cache(record)]
+    charts.append(telemetry_chart(record))
     return [chart for chart in charts if chart is not None]
 
 

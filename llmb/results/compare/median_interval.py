@@ -70,7 +70,7 @@ def median_interval(samples: Sequence[float]) -> MedianInterval:
     below, above = percentile(resampled, 2.5), percentile(resampled, 97.5)
     assert below is not None
     assert above is not None
-    wider = _few_blocks_factor(len(blocks))
+    wider = few_blocks_factor(len(blocks))
     return MedianInterval(
         median=middle,
         low=middle * min(1.0, below / middle) ** wider,
@@ -137,6 +137,7 @@ def _resampled_medians(blocks: Sequence[list[float]]) -> list[float]:
     return medians
 
 
-def _few_blocks_factor(blocks: int) -> float:
+def few_blocks_factor(blocks: int) -> float:
+    """Return by how much the percentiles over few resampled blocks are too narrow."""
     quantile = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     return student_quantile(CONFIDENCE, blocks - 1) / quantile * math.sqrt(blocks / (blocks - 1))

@@ -1,24 +1,20 @@
 """Energy of this rank's GPU during a block: from the driver's counter, and from sampled power as a cross-check.
 
-    with EnergyMeter(device) as meter:
+    with EnergyMeter(sampler) as meter:
         ...
     meter.energy.joules
 
-The counter is NVML's (nvidia-ml-py, if installed); without it the energy is null and the note says why. Counter and
-samples measure the same quantity, so a reader can tell whether to trust it.
+Counter and samples (`runtime/gpu_sampler.py`) measure the same quantity, so a reader can tell whether to trust it.
+Where there is no counter the energy is null and the note says why.
 """
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
-from typing import Any
 
-import torch
+from llmb.runtime.gpu_sampler import GpuSampler
 
-INTERVAL_S = 0.5  # between two samples
 MAX_GAP_S = 3.0  # between two samples that may be integrated
 
 
@@ -33,56 +29,35 @@ class Energy:
 
 
 class EnergyMeter:
-    """Context manager that reads the counter at both ends and samples the power in a thread in between."""
+    """Context manager that reads the counter at both ends, where it takes a sample too; all between are measured."""
 
-    def __init__(self, device: torch.device, nvml: Any = None, interval_s: float = INTERVAL_S):
+    def __init__(self, sampler: GpuSampler):
         self.energy = Energy(note="the block has not ended")
-        self._nvml, self._interval_s = nvml, interval_s
-        self._gpu: Any = None
-        self._start_mj = 0
-        self._samples: list[tuple[float, float]] = []  # seconds, watts
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        try:
-            self._gpu = self._open_gpu(device)
-        except Exception as error:  # the benchmark runs without energy, whatever the driver raises
-            self.energy = Energy(note=f"no energy counter: {error}")
-
-    def _open_gpu(self, device: torch.device) -> Any:
-        if device.type != "cuda":
-            raise LookupError(f"the run is on a {device.type} device")
-        if self._nvml is None:
-            self._nvml = import_module("pynvml")
-        self._nvml.nvmlInit()
-        # By UUID, as NVML ignores CUDA_VISIBLE_DEVICES.
-        gpu = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        self._nvml.nvmlDeviceGetTotalEnergyConsumption(gpu)  # raises if the GPU has no counter
-        self._nvml.nvmlDeviceGetPowerUsage(gpu)
-        return gpu
+        self._sampler = sampler
+        self._began = 0.0
+        self._first_sample = 0
+        self._start_joules: float | None = None
 
     def __enter__(self) -> "EnergyMeter":
-        if self._gpu is not None:
-            self._start_mj = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu)
-            self._read_power()
-            self._thread.start()
+        self._sampler.measured = True
+        self._first_sample = len(self._sampler.powers)
+        self._start_joules, self._began = self._counter(), time.perf_counter()
+        self._sampler.sample()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._gpu is None:
+        self._sampler.sample()
+        end_joules, seconds = self._counter(), time.perf_counter() - self._began
+        self._sampler.measured = False
+        if self._start_joules is None or end_joules is None:
+            self.energy = Energy(note=f"no energy counter: {self._sampler.note or 'the GPU has none'}")
             return
-        self._stop.set()
-        self._thread.join()
-        self._read_power()
-        joules = (self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) - self._start_mj) / 1e3
-        seconds = self._samples[-1][0] - self._samples[0][0]
-        self.energy = Energy(joules=joules, power_joules=integrate_power(self._samples), mean_power_w=joules / seconds)
+        joules = end_joules - self._start_joules
+        integrated = integrate_power(self._sampler.powers[self._first_sample :])
+        self.energy = Energy(joules=joules, power_joules=integrated, mean_power_w=joules / seconds)
 
-    def _sample(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            self._read_power()
-
-    def _read_power(self) -> None:
-        self._samples.append((time.perf_counter(), self._nvml.nvmlDeviceGetPowerUsage(self._gpu) / 1e3))
+    def _counter(self) -> float | None:
+        return None if self._sampler.gpu is None else self._sampler.gpu.energy_joules()
 
 
 def integrate_power(samples: Sequence[tuple[float, float]]) -> float | None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import ServingFacts
+from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import RankInfo, init_distributed
@@ -51,7 +52,7 @@ def serve(config: RunConfig, events: EventRecorder) -> None:
     events.add(run_started(rank_info, device_fallbacks(config, device)))
     if rank == 0 and len(prompts) < work.num_requests:
         print(f"{work.dataset} has {len(prompts)} requests, fewer than num_requests={work.num_requests}", flush=True)
-    with report_oom(device, config):
+    with report_oom(device, config), GpuSampler(events, device, measured=False) as gpu_sampler:
         engine = build_engine(config, rank_info, max_seq_len=max(prompt.num_tokens for prompt in prompts))
         events.add(engine_facts(engine, config, rank))
         check_cache_capacity(config, device, engine.stats.blocks, prompts)
@@ -60,7 +61,7 @@ def serve(config: RunConfig, events: EventRecorder) -> None:
         warmup = warmup_load(work, load, shard.size, engine.stats.blocks * work.block_tokens, sampler)
         benchmark = ServingBenchmark(work, info.eos, engine, rank_info, shard, events)
         warmup_s = benchmark.warm_up(warmup)
-        energy = benchmark.measure(load, trace)
+        energy = benchmark.measure(load, trace, EnergyMeter(gpu_sampler))
     events.add(
         ServingFacts(
             rank=rank,
@@ -98,10 +99,10 @@ class ServingBenchmark:
             recorder.write_all()
         return seconds
 
-    def measure(self, load: RequestLoad, trace: StepTrace | None) -> Energy:
+    def measure(self, load: RequestLoad, trace: StepTrace | None, meter: EnergyMeter) -> Energy:
         """Run the measured phase; return the energy of this rank's device."""
         recorder = self._recorder(load, warmup=False)
-        with gc_disabled(), EnergyMeter(self.rank_info.device) as meter:
+        with gc_disabled(), meter:
             self._barrier()
             BenchmarkPhase(self.engine, self.work, self.eos, load, recorder, trace).run()
         if trace is not None:
