@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from llmb.config.serialization import create_new, temporary_path
 from llmb.errors import ConfigError, LaunchError
 
 HEADER = struct.Struct("<8sIIQQq24x")
@@ -81,12 +82,12 @@ class TokenWriter:
     def __init__(self, path: Path, vocab: int, end: int | None = None):
         self.header = Header(vocab=vocab, tokens=0, end=end)
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        self._temporary = temporary_path(path)
         self._code = "H" if self.header.token_bytes == 2 else "I"
 
     def __enter__(self) -> "TokenWriter":
         try:
-            self._file = self._temporary.open("wb")
+            self._file = open(create_new(self._temporary), "wb")
             self._file.write(self.header.packed())
         except OSError as error:
             raise LaunchError(f"cannot write {self._path}: {error.strerror}") from error
