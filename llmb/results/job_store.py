@@ -49,7 +49,7 @@ class Job:
     run_dir: str
     created_at: float
     updated_at: float
-    status: str  # submitting, pending, running, lost (unknown outcome), or a status of a Result
+    status: str  # submitting, pending, running, lost (unknown outcome), damaged (folder), or a status of a Result
     reason: str | None = None
     step_time_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
@@ -188,6 +188,11 @@ class Store:
             self._put(job_row(config, run_dir, launcher, job_id, created_at or time.time(), status=status, **columns))
         return job_id
 
+    def put(self, job: Job) -> None:
+        """Add a complete row, or replace the one with its id."""
+        with self._transaction():
+            self._put(job)
+
     def submitted(self, temporary: str, job_id: str) -> str:
         """Record that Slurm accepted the job; return the row's id: Slurm's, or 17-2 where 17 is taken."""
         now = time.time()
@@ -256,7 +261,9 @@ class Store:
     def jobs_to_retry(self) -> list[Job]:
         """Return ended jobs with retries left; settling a job sets its retries to 0 where a retry is pointless."""
         marks = ", ".join("?" * len(GOING))
-        return self._select(f" WHERE retries > 0 AND status NOT IN ('ok', 'lost', {marks}) ORDER BY created_at", GOING)
+        return self._select(
+            f" WHERE retries > 0 AND status NOT IN ('ok', 'lost', 'damaged', {marks}) ORDER BY created_at", GOING
+        )
 
     def take_retries(self, job_id: str) -> int:
         """Take the retries a job has left, so that of several watchers only one retries it."""
@@ -326,8 +333,13 @@ class Store:
 
 
 def temporary_id(run_dir: Path) -> str:
-    """Return the id of a Slurm job before submission, derived from its run folder."""
-    return f"S{sha256(str(run_dir).encode(errors='surrogateescape')).hexdigest()[:10]}"
+    """Return the id of a Slurm job before submission."""
+    return folder_id(run_dir, "S")
+
+
+def folder_id(run_dir: Path, prefix: str) -> str:
+    """Return an id derived from a run folder."""
+    return f"{prefix}{sha256(str(run_dir).encode(errors='surrogateescape')).hexdigest()[:10]}"
 
 
 def job_row(config: RunConfig, run_dir: Path, launcher: str, job_id: str, created_at: float, **columns: Any) -> Job:
