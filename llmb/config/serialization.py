@@ -102,7 +102,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, where)
     if origin is typing.Literal:
-        if value in args and type(value) in {type(a) for a in args}:
+        if type(value) in {type(a) for a in args} and value in args:
             return value
         raise UnknownName(f"value for {where}:", value, args)
     if origin is tuple:
@@ -129,9 +129,11 @@ def _convert_union(args: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in args:
         return None
     choices = [a for a in args if a is not type(None)]
-    if isinstance(value, dict) and len(choices) > 1:  # a union of dataclasses, distinguished by their `kind` field
+    if (
+        isinstance(value, dict) and len(choices) > 1 and all(map(is_dataclass, choices))
+    ):  # a union of dataclasses, distinguished by their `kind` field
         by_kind = {typing.get_args(field_types(c)["kind"])[0]: c for c in choices}
-        if value.get("kind") not in by_kind:
+        if not isinstance(value.get("kind"), str) or value["kind"] not in by_kind:
             raise UnknownName(f"kind of {where}:", value.get("kind"), by_kind)
         return build(by_kind[value["kind"]], value, where)
     if len(choices) == 1:
@@ -142,6 +144,11 @@ def _convert_union(args: tuple[Any, ...], value: Any, where: str) -> Any:
         except ConfigError:
             continue
     raise ConfigError(f"{where}: expected {' or '.join(map(_name, choices))}, got {_show(value)}")
+
+
+def whole_number(text: str) -> int | None:
+    """Parse a whole number of ASCII digits, at most 18 of them; None where it is not one."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def _name(kind: Any) -> str:

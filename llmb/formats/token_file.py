@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from llmb.config.serialization import create_new, temporary_path
+from llmb.config.serialization import create_new, open_regular_file, temporary_path
 from llmb.errors import ConfigError, LaunchError
 
 HEADER = struct.Struct("<8sIIQQq24x")
@@ -44,7 +44,7 @@ class Header:
 def is_token_file(path: Path) -> bool:
     """Return whether a file has the magic number of a token file."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
@@ -53,7 +53,7 @@ def is_token_file(path: Path) -> bool:
 def read_header(path: Path) -> Header:
     """Read the header of a complete token file; raise a one-line error if it is invalid."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             head = file.read(HEADER.size)
             stored = file.seek(0, os.SEEK_END) - HEADER.size
     except OSError as error:

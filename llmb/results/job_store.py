@@ -13,9 +13,10 @@ rollback journal is used because a write-ahead log does not work on the network 
 """
 
 import sqlite3
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from itertools import count
@@ -94,6 +95,7 @@ class Store:
     """The store, created if missing; use as a context manager."""
 
     def __init__(self, path: Path):
+        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
@@ -103,10 +105,13 @@ class Store:
             raise ConfigError(
                 f"cannot write {path.parent}: {error.strerror}; set LLMB_INSTALL to a folder you may write"
             ) from error
-        except sqlite3.DatabaseError as error:
-            raise LaunchError(
-                f"the job store {path} cannot be used ({error}); move it away and run: llmb-run jobs rebuild"
-            ) from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> LaunchError:
+        return LaunchError(
+            f"the job store {self._path} cannot be used ({error}); move it away and run: llmb-run jobs rebuild"
+        )
 
     def _version(self) -> int | None:
         has_table = self._db.execute("SELECT name FROM sqlite_master WHERE name = 'metadata'").fetchone()
@@ -156,9 +161,12 @@ class Store:
             self._execute_or_say("COMMIT")
         except BaseException as error:
             if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+                with suppress(sqlite3.DatabaseError):  # of a damaged file; it is not written to either way
+                    self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError):  # the disk is full, or a lock was held too long
                 raise LaunchError(f"the job store cannot be written: {error}") from error
+            if isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)):
+                raise self._damaged(error) from error
             raise
 
     def _execute_or_say(self, statement: str) -> None:
@@ -166,6 +174,8 @@ class Store:
             self._db.execute(statement)
         except sqlite3.OperationalError as error:
             raise LaunchError(f"the job store cannot be written: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(error) from error
 
     def add(
         self,
@@ -292,7 +302,7 @@ class Store:
             tests.append(("created_at >= ?", [since]))
         where = " WHERE " + " AND ".join(test for test, _ in tests) if tests else ""
         return self._select(
-            where + " ORDER BY created_at DESC, rowid DESC" + (f" LIMIT {int(limit)}" if limit else ""),
+            where + " ORDER BY created_at DESC, rowid DESC" + (f" LIMIT {min(limit, sys.maxsize)}" if limit else ""),
             [value for _, values in tests for value in values],
         )[::-1]
 
@@ -311,8 +321,10 @@ class Store:
     def _select(self, clause: str, values: Sequence[Any]) -> list[Job]:
         try:
             rows = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs{clause}", tuple(values)).fetchall()
-        except sqlite3.OperationalError as error:
-            raise LaunchError(f"the job store cannot be read: {error}") from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError, OverflowError) as error:
+            if type(error) is sqlite3.OperationalError and "locked" in str(error):
+                raise LaunchError(f"the job store cannot be read: {error}") from error
+            raise self._damaged(error) from error
         return [Job(**dict(zip(COLUMNS, row, strict=True))) for row in rows]
 
     def _next_local(self) -> str:
