@@ -84,6 +84,12 @@ def test_recipe(cell, replaced, message, tmp_path):
         resolve(load(path), RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
 
 
+@pytest.mark.parametrize("command", ["-v jobs show X", "jobs -v show X", "jobs show X -v"])
+def test_verbose_is_accepted_before_and_after_the_command(command):
+    with pytest.raises(ConfigError, match="no job 'X'"):
+        main(command.split())
+
+
 def test_bad_user_recipe_blocks_only_itself(install, capsys):
     for name, text in (("mine", RECIPE.replace("kind: training", "kind: cooking")), ("pretrain_grok1", "[")):
         (install / "recipes" / name).mkdir(parents=True)
