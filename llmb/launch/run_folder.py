@@ -156,10 +156,10 @@ class RunFolder:
         """Read the configuration of the run."""
         return config_from_json(read_json(self.config), where=CONFIG_FILE)
 
-    def write_job_script(self, text: str) -> None:
-        """Write job.sh, executable."""
-        write_atomic(self.job_script, text)
-        self.job_script.chmod(0o755)
+    def write_job_script(self, text: str, *, private: bool = False) -> None:
+        """Write job.sh, executable. `private`: for its owner alone, as variables of the user may hold anything."""
+        write_atomic(self.job_script, text, 0o600)
+        self.job_script.chmod(0o700 if private else 0o755)
 
     def write_record(self, config: RunConfig, job_id: str, launcher: str = "local", **cluster: str | None) -> None:
         """Write llmb-config_<jobid>.yaml; `cluster` may give cluster_name and the slurm_* keys."""

@@ -54,7 +54,7 @@ class SafeStream:
 def safe_output() -> Iterator[None]:
     """Wrap stdout and stderr."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
     try:
         yield
     finally:
