@@ -135,7 +135,7 @@ def _nearest_use_case(recipe: Recipe, rows: list[Row], request: RunRequest) -> s
         raise ConfigError(f"{recipe.workload}: give one of its use cases: {', '.join(recipe.values('use_case'))}")
 
     def distance(row: Row) -> float:
-        cells = [row.get(name) for name in ("isl", "osl")]
+        cells: list[Any] = [row.get(name) for name in ("isl", "osl")]
         if not all(type(cell) is int and cell > 0 for cell in cells) or not isinstance(row.get("use_case"), str):
             raise ConfigError(f"{recipe.workload} row: expected use_case, isl and osl, got {str(row)[:60]}")
         return sum(abs(log(cell / length)) for cell, length in zip(cells, lengths, strict=True))
