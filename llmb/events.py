@@ -10,13 +10,16 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-from llmb.config.serialization import current_names, to_json
+from llmb.config.serialization import current_names, field_types, open_regular_file, to_json
 from llmb.config.spec import Status
+from llmb.errors import ConfigError
 
 HANG_REPORT_SIGNAL = signal.SIGUSR2  # makes a rank write its HangReport
 
@@ -238,6 +241,7 @@ Event = (
 )
 TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 RENAMED_TYPES = {"Whereabouts": "HangReport"}  # name in older files: current name
+LARGEST_NUMBER = 2.0**63  # of any time, count or byte; infinity, NaN and numbers that no float holds are refused
 
 
 def append(path: Path, event: Event) -> None:
@@ -258,17 +262,96 @@ def append(path: Path, event: Event) -> None:
 
 
 def parse(line: str | bytes) -> Event | None:
-    """Parse one line; None for a truncated or unknown line. Fields of a newer version are ignored."""
+    """Parse one line; None for a truncated, unknown or wrongly typed line. Fields of a newer version are ignored."""
     try:
         data: dict[str, Any] = json.loads(line)
         name = data.pop("event")
         kind = TYPES[RENAMED_TYPES.get(name, name)]
         data = current_names(kind.__name__, data)
-        names = {f.name for f in fields(kind)}
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
-        return kind(**values)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        conversions = _conversions(kind)
+        return kind(**{k: conversions[k](v) for k, v in data.items() if k in conversions})
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+@cache
+def _conversions(kind: type) -> dict[str, Callable[[Any], Any]]:
+    """Return the conversion of each field. They are closures made once: a run may have a million events to read."""
+    return {name: _conversion(annotation) for name, annotation in field_types(kind).items()}
+
+
+def _conversion(annotation: Any) -> Callable[[Any], Any]:
+    """Return a function that checks a value of parsed JSON; it raises a ValueError or a TypeError."""
+    if get_origin(annotation) is Literal:
+        return _literal(frozenset(get_args(annotation)))
+    choices = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
+    (required,) = (choice for choice in choices if choice is not NoneType)
+    convert: Callable[[Any], Any] = {int: _count, float: _number, str: _text, bool: _flag}.get(required, _fail)
+    if get_origin(required) is tuple:
+        convert = _numbers if get_args(required)[0] in (int, float) else _sequence(_conversion(get_args(required)[0]))
+    elif get_origin(required) is dict:
+        convert = _mapping(_conversion(get_args(required)[1]))
+    return _optional(convert) if NoneType in choices else convert
+
+
+def _fail(value: Any) -> Any:
+    raise TypeError(f"no event has a field of type {type(value).__name__}")
+
+
+def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+def _literal(choices: frozenset[Any]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(value)
+        return value
+
+    return check
+
+
+def _sequence(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: tuple(map(convert, _typed(value, list)))
+
+
+def _mapping(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: {k: convert(v) for k, v in _typed(value, dict).items()}
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(value)
+    return value
+
+
+def _flag(value: Any) -> bool:
+    return bool(_typed(value, bool))
+
+
+def _text(value: Any) -> str:
+    return str(_typed(value, str))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not -LARGEST_NUMBER < value < LARGEST_NUMBER:
+        raise TypeError(value)
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not -LARGEST_NUMBER < value < LARGEST_NUMBER:
+        raise TypeError(value)
+    return float(value) if type(value) is int else value
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    """Check the time of every token: the longest list of an event, so that it is not checked one by one."""
+    if not {*map(type, _typed(value, list))} <= {int, float}:
+        raise TypeError(value)
+    if value and not (min(value) > -LARGEST_NUMBER and max(value) < LARGEST_NUMBER and sum(value) < LARGEST_NUMBER):
+        raise ValueError(value)  # a sum with NaN is below nothing
+    return tuple(value)
 
 
 def read_all(paths: Iterable[Path]) -> Iterator[Event]:
@@ -281,7 +364,7 @@ def read(path: Path) -> Iterator[Event]:
     """Yield the events of a file; lines that cannot be parsed become one LogProblem at the end."""
     unreadable = 0
     try:
-        with path.open("rb") as lines:
+        with open_regular_file(path) as lines:
             for line in lines:
                 event = parse(line)
                 if event is not None:
@@ -290,5 +373,7 @@ def read(path: Path) -> Iterator[Event]:
                     unreadable += 1
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if unreadable:
         yield LogProblem(problem="unreadable event line", count=unreadable)

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from llmb.events import StepDone, append, read
+from llmb.events import LogProblem, StepDone, append, read
 
 
 def test_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
@@ -19,3 +19,26 @@ def test_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append(path, StepDone(step=2))
     assert [event.step for event in read(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": "StepDone", "step": "7"}',
+        '{"event": "StepDone", "step": true}',
+        '{"event": "StepDone", "step": 1, "seconds": 1e999}',
+        '{"event": "StepDone", "step": 1, "seconds": NaN}',
+        '{"event": "StepDone", "step": 1, "tokens": 1.5}',
+        '{"event": "StepDone", "step": 1' + "0" * 400 + "}",
+        '{"event": "RunEnded", "status": "fine"}',
+        '{"event": "RunEnded", "status": "ok", "last_lines": [1]}',
+        '{"event": "RequestDone", "request": 1, "arrival": 0, "end": 1, "input_tokens": 1, "output_tokens": 1, '
+        '"token_times": [0.5, "1"]}',
+        '{"event": "HangReport", "time": 1, "rank": 0, "collectives": {"dp": "1"}, "waiting": true}',
+        "[" * 100_000,
+    ],
+)
+def test_wrongly_typed_line_is_counted_and_not_an_event(tmp_path, line):
+    path = tmp_path / "events.rank0.jsonl"
+    path.write_text(line[:120_000] + "\n")
+    assert list(read(path)) == [LogProblem(problem="unreadable event line", count=1)]

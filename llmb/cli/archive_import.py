@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,10 @@ def run_archive(options: argparse.Namespace) -> int:
 
 def run_import(options: argparse.Namespace) -> int:
     """Unpack runs beside the existing ones and add them to the store."""
+    from llmb.cli.jobs.damaged_runs import damaged_row, report_damage
     from llmb.cli.jobs.imported_rows import add_imported
     from llmb.cli.jobs.jobs import open_store
-    from llmb.errors import LlmbError
+    from llmb.errors import LaunchError
     from llmb.launch.archive.import_runs import import_archive
     from llmb.launch.archive.run_origin import read_origin
     from llmb.launch.install_root import install_root
@@ -79,13 +80,15 @@ def run_import(options: argparse.Namespace) -> int:
         unreadable = 0
         stored = {job.run_dir for job in store.jobs()}
         for run in (*done.new, *done.existing):  # a known one may lack its row, where an import was killed
-            origin = read_origin(run)
-            if origin is None or str(run.path) in stored:
-                continue
             try:
-                add_imported(store, run, origin)
-            except LlmbError as error:
-                print(f"ERROR: {origin.job_id}: {error}", file=sys.stderr)
+                origin = read_origin(run)
+                if origin is not None and str(run.path) not in stored:
+                    add_imported(store, run, origin)
+            except LaunchError:  # of the store
+                raise
+            except Exception as error:
+                report_damage(run, error)
+                store.put(damaged_row(run, error))
                 unreadable += 1
     clusters = ", ".join(sorted({origin.cluster for run in done.new if (origin := read_origin(run))}))
     source = f" from {clusters}" if clusters else ""
@@ -110,12 +113,25 @@ def _select_runs(options: argparse.Namespace) -> tuple[list[Any], int]:
                 f"not ended yet: {', '.join(running)}; wait, or end it: llmb-run jobs cancel {running[0]}"
             )
     else:
-        runs = list(RunFolder.find_all(install_root(os.environ)))
+        runs = list(_readable(RunFolder.find_all(install_root(os.environ))))
     if options.since:
         since = parse_since(options.since)
         runs = [run for run in runs if run.created_at >= since]
     ended = [run for run in runs if is_ended(run)]
     return ended, len(runs) - len(ended)
+
+
+def _readable(runs: Iterable[Any]) -> Iterator[Any]:
+    """Yield the runs that can be packed; the others are reported and left out."""
+    from llmb.cli.jobs.damaged_runs import report_damage
+    from llmb.launch.archive.pack import check_packable
+
+    for run in runs:
+        try:
+            check_packable(run)
+            yield run
+        except Exception as error:
+            report_damage(run, error)
 
 
 def _ended_check() -> Callable[[Any], bool]:

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     summary = "Benchmark large language models: how fast, is that good, and why."
     top = Parser(prog="llmb-run", description=summary, epilog=EXAMPLES)
     top.add_argument("--version", action="version", version=f"llmb {__version__}")
-    top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+    top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks; also after the command")
     top.set_defaults(run=lambda _: _print_help(top))  # without a command
     commands = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for module in MODULES:
@@ -80,6 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def guarded(action: Callable[[], int], verbose: bool) -> int:
     """Run an action; any error is one line, with a traceback only for unexpected ones under -v."""
+    from llmb.report.terminal.safe_stream import safe_output
+
+    with safe_output():
+        return _guarded(action, verbose)
+
+
+def _guarded(action: Callable[[], int], verbose: bool) -> int:
     from llmb.errors import LlmbError
 
     try:

@@ -34,12 +34,14 @@ def add_commands(commands: Any) -> None:
 
 
 def _window(text: str) -> tuple[int, int]:
+    from llmb.config.serialization import whole_number
     from llmb.errors import ConfigError
 
-    first, dash, last = text.partition("-")
-    if not (dash and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
-        raise ConfigError(f"--window: expected FIRST-LAST such as 35-44, got {text!r}")
-    return int(first), int(last)
+    first, _, last = text.partition("-")
+    window = whole_number(first), whole_number(last)
+    if not window[0] or not window[1] or window[0] > window[1]:
+        raise ConfigError(f"--window: expected FIRST-LAST such as 35-44, got {text[:60]!r}")
+    return window[0], window[1]
 
 
 def run_read(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,10 @@ def load_recipes() -> dict[str, Any]:
     from llmb.config.recipe import load_all, shipped
     from llmb.launch.install_root import install_root
 
-    return load_all([shipped(), install_root(os.environ) / "recipes"])
+    def report(problem: str) -> None:
+        print(f"ERROR: {problem}; this recipe is left out", file=sys.stderr)
+
+    return load_all([shipped(), install_root(os.environ) / "recipes"], report)
 
 
 def run_selection(options: argparse.Namespace) -> Any:

@@ -9,9 +9,9 @@ from llmb.cli.profile_pictures import draw_profile
 from llmb.config.load_settings import config_from_json, load_settings_of
 from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.config.spec import OutOfCore, RunConfig, Training
-from llmb.errors import ConfigError
+from llmb.errors import ConfigError, LlmbError
 from llmb.events import Event, RequestDone, RunEnded, read_all
-from llmb.launch.run_folder import RunFolder
+from llmb.launch.run_folder import RunFolder, printable_path
 from llmb.perfmodel.metrics import TimedRequest
 from llmb.results.derive import derive
 from llmb.results.log_window import Window, format_window, named_window
@@ -25,10 +25,15 @@ from llmb.results.timed_run import TimedRun, read_timed_log, timed_run
 
 def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
     """Return configuration and result of a run folder; the result of an interrupted run is derived from its events."""
-    config = config_from_json(read_json(run.config), "config.json")
-    if run.result.exists():
-        return config, build(Result, read_json(run.result), "result.json")
-    return config, derive(config, load_events(run, config))
+    try:
+        config = config_from_json(read_json(run.config), "config.json")
+        if run.result.exists():
+            return config, build(Result, read_json(run.result), "result.json")
+        return config, derive(config, load_events(run, config))
+    except LlmbError:
+        raise
+    except Exception as error:  # values of the right types that make no sense together; -v shows the cause
+        raise ConfigError(f"{printable_path(run.path)} is damaged ({type(error).__name__}: {error})") from error
 
 
 def load_requests(run: RunFolder, config: RunConfig) -> Sequence[TimedRequest]:

@@ -32,6 +32,8 @@ def command(
     epilog = "examples:\n" + "".join(f"  {line}\n" for line in examples) if examples else None
     parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
     parser.set_defaults(run=run)
+    # Without a default, which would overwrite the value given before the command.
+    parser.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 

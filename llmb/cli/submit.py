@@ -117,6 +117,7 @@ def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     from llmb.config.overrides import VARIABLES, Setting
     from llmb.config.run_list import largest_first, left_out_dtypes, tasks_for, with_settings
     from llmb.errors import ConfigError
+    from llmb.launch.secrets import hidden_by_entropy
 
     if options.file and (options.workload or options.size or options.all):
         raise ConfigError("-f names the workloads; leave out -w, -s and --all")
@@ -130,6 +131,8 @@ def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     if options.timeout is not None:
         settings.append(Setting(field="time_limit_s", value=options.timeout, source="--timeout"))
     for_ranks = {k: v for k, v in environment.items() if k not in VARIABLES}
+    for name in hidden_by_entropy(for_ranks):
+        print(f"--env {name}: its value looks random, so it is treated as a secret and hidden", file=sys.stderr)
     run_selection = run_options.run_selection(options)
     tasks = read_bulk(options.file, recipes, run_selection) if options.file else tasks_for(run_selection, recipes)
     if not options.file and (line := left_out_dtypes(run_selection)) is not None:

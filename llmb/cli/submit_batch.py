@@ -169,7 +169,7 @@ def _prepare(request: JobRequest, cluster: Cluster | None, root: Path) -> _Prepa
     run = RunFolder.create(root, config, datetime.now())
     run.write_command_line([Path(sys.argv[0]).name, *sys.argv[1:]])
     write_pid_file(run, os.getpid())
-    run.write_job_script(script_for(request, run, cluster))
+    run.write_job_script(script_for(request, run, cluster), private=bool(request.environment))
     submission = Submission(
         token=new_token(),
         retry_of=request.retry_of,

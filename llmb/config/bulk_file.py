@@ -14,12 +14,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from llmb.config.overrides import VARIABLES, Setting
 from llmb.config.recipe import Recipe, load_yaml
-from llmb.config.run_list import RunSelection, Task, split_target, tasks_for
+from llmb.config.run_list import MOST_RUNS, RunSelection, Task, split_target, tasks_for
 from llmb.config.serialization import build
 from llmb.errors import ConfigError
 
@@ -63,6 +64,8 @@ def read_bulk(path: Path, recipes: dict[str, Recipe], selection: RunSelection) -
     """Return all tasks of a bulk file. `--dtype` and `--scale` filter them; -r and --proxy apply to all."""
     read = _from_yaml if path.suffix in (".yaml", ".yml") else _from_text
     tasks = [task for task in read(path, recipes, selection) if _is_selected(task, selection)]
+    if (count := sum(task.repeats for task in tasks)) > MOST_RUNS:
+        raise ConfigError(f"{path}: {count:,} runs; at most {MOST_RUNS:,} are taken from a file")
     if not tasks:
         raise ConfigError(f"{path}: no tasks generated; check its sections and the --dtype and --scale given with it")
     return tasks
@@ -95,6 +98,10 @@ def _expand_entry(
     params = {**section.defaults.params, **entry.overrides.params}
     settings = [Setting(field=VARIABLES[k], value=str(v), source=source) for k, v in env.items() if k in VARIABLES]
     environment = {k: str(v) for k, v in env.items() if k not in VARIABLES}
+    listed = _tuple(entry.dtypes or section.dtypes) or (), _tuple(entry.scales or section.scales) or ()
+    count = prod(len(value) for value in (*params.values(), *filter(None, listed)) if isinstance(value, (list, tuple)))
+    if count > MOST_RUNS:
+        raise ConfigError(f"{source}: {target} sweeps {count:,} runs; at most {MOST_RUNS:,} are taken from a file")
     for combination in _sweep(params):
         swept = [Setting(field=k.lower(), value=_text(v), source=source) for k, v in combination.items()]
         for profiled in _profile_choices(section, entry):

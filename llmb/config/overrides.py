@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
+from llmb.config.serialization import whole_number
 from llmb.errors import ConfigError, UnknownName
 
 # Environment variable -> field. SELECTOR_VARIABLES choose the row, VARIABLES override its settings.
@@ -87,7 +88,7 @@ def parse_use_case(text: str, source: str) -> list[Setting]:
     settings = [Setting(field="use_case", value=name, source=source)]
     if colon:
         isl, slash, osl = lengths.partition("/")
-        if not (slash and isl.isdigit() and osl.isdigit()):
+        if not (slash and whole_number(isl) is not None and whole_number(osl) is not None):
             raise ConfigError(f"{source}: expected NAME:INPUT/OUTPUT such as chat:128/128, got {text!r}")
         settings += [Setting(field=f, value=v, source=source) for f, v in (("isl", isl), ("osl", osl))]
     return settings
@@ -159,8 +160,9 @@ def parse_duration(text: str, where: str) -> int:
     """Convert Slurm's HH:MM:SS, MM:SS or D-HH:MM:SS to seconds."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
-    if not all(p.isdigit() for p in parts) or len(parts) > 3 or (dash and not days.isdigit()):
-        raise ConfigError(f"{where}: expected HH:MM:SS, got {text!r}")
+    numbers = [whole_number(part) for part in [*parts, *([days] if dash else [])]]
+    if None in numbers or len(parts) > 3:
+        raise ConfigError(f"{where}: expected HH:MM:SS, got {text[:60]!r}")
     total = 0
     for part in parts:
         total = total * 60 + int(part)

@@ -6,19 +6,24 @@
 A folder with a recipe.yaml adds a workload; no Python is needed.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmb.config.serialization import build, current_names
+from llmb.config.serialization import build, current_names, whole_number
 from llmb.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:  # not at run time: `llmb-run list` builds no model and should not pay for the import
     from llmb.config.spec import Model
 
 Row = dict[str, Any]
+POSITIVE_SIZES = {"layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"}
+MOST_LAYERS, LARGEST_SIZE = 10_000, 10**9
+MOST_YAML_BYTES = 2**24
+MOST_YAML_VALUES = 1_000_000  # after aliases are expanded; a bulk file of 10,000 runs has a tenth
 # Keys that select a row; all others are settings of the run.
 SELECTORS = ("gpu", "size", "dtype", "gpus", "mode", "use_case")
 # Name of the class of spec.py with the settings of each kind of run.
@@ -56,7 +61,9 @@ class Recipe:
         for name, value in current_names("Model", changes or {}).items():
             nested = isinstance(value, dict) and isinstance(merged.get(name), dict)
             merged[name] = {**merged[name], **value} if nested else value
-        return build(Model, merged, f"{self.workload} model {size}")
+        model = build(Model, merged, f"{self.workload} model {size}")
+        _check_sizes(model, f"{self.workload} model {size}")
+        return model
 
     def matching(self, proxy: bool = False, **selectors: Any) -> list[Row]:
         """Return the rows that match all selectors; `gpus` is looked up in the row's expanded list."""
@@ -68,6 +75,17 @@ class Recipe:
         for row in self.matching(proxy, **selectors):
             values.update(dict.fromkeys(selector_values(row, selector)))
         return sorted(values) if selector == "gpus" else list(values)
+
+
+def _check_sizes(part: Any, where: str) -> None:
+    """Refuse sizes that no model has, in it or in a part of it; costs divide by them and count up to them."""
+    for name, value in vars(part).items():
+        if is_dataclass(value):
+            _check_sizes(value, f"{where}: {name}")
+        elif type(value) in (int, float):
+            lowest, highest = int(name in POSITIVE_SIZES), MOST_LAYERS if "layers" in name else LARGEST_SIZE
+            if not lowest <= value <= highest:
+                raise ConfigError(f"{where}: {name}: {value} is out of range; it must be {lowest} to {highest:,}")
 
 
 def _matches(row: Row, selectors: dict[str, Any]) -> bool:
@@ -92,18 +110,16 @@ def selector_values(row: Row, selector: str) -> list[Any]:
 
 def expand_gpus(cell: Any) -> list[int]:
     """Expand `8`, `[8, 16]` or `8-128` (8 and its doublings up to 128) to a list of GPU counts."""
-    if isinstance(cell, int) and not isinstance(cell, bool):
-        return [cell]
-    if isinstance(cell, list) and all(isinstance(n, int) for n in cell):
-        return cell
+    counts = cell if isinstance(cell, list) else [cell]
     if isinstance(cell, str):
-        first, dash, last = cell.partition("-")
-        if dash and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last):
-            counts = [int(first)]
-            while counts[-1] * 2 <= int(last):
+        first, dash, last = (whole_number(part) or part for part in cell.partition("-"))
+        if dash and isinstance(first, int) and isinstance(last, int) and first <= last:
+            counts = [first]
+            while counts[-1] * 2 <= last:
                 counts.append(counts[-1] * 2)
-            return counts
-    raise ConfigError(f"gpus: expected a number, a list or a range such as 8-128, got {cell!r}")
+    if counts and all(type(count) is int and 0 < count < 2**53 for count in counts):
+        return counts
+    raise ConfigError(f"gpus: expected a number above 0, a list or a range such as 8-128, got {str(cell)[:60]!r}")
 
 
 def per_gpus(cell: Any, gpus: int, name: str) -> int:
@@ -114,13 +130,14 @@ def per_gpus(cell: Any, gpus: int, name: str) -> int:
     factor = text[5:]
     if text == "GPUs":
         return gpus
-    if text.startswith(("GPUs*", "GPUs/")) and factor.isdigit() and int(factor) > 0:
+    count = whole_number(factor)
+    if text.startswith(("GPUs*", "GPUs/")) and count:
         if text[4] == "*":
-            return gpus * int(factor)
-        if gpus % int(factor) == 0:
-            return gpus // int(factor)
+            return gpus * count
+        if gpus % count == 0:
+            return gpus // count
         raise ConfigError(f"{name}: {text} is not whole for {gpus} GPUs; use a multiple of {factor} GPUs")
-    raise ConfigError(f"{name}: expected a number, GPUs*N or GPUs/N, got {cell!r}")
+    raise ConfigError(f"{name}: expected a number, GPUs*N or GPUs/N, got {str(cell)[:60]!r}")
 
 
 def load(path: Path) -> Recipe:
@@ -137,10 +154,27 @@ def _recipe(path: Path, content: bytes) -> Recipe:
         for number, row in enumerate(getattr(recipe, section), 1):
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}: {section}[{number}] is not a mapping")
-            for size in [row.get("size")] if not isinstance(row.get("size"), list) else row["size"]:
+            _check_selectors(row, f"{path}: {section}[{number}]")
+            for size in selector_values(row, "size"):
                 if size not in recipe.models:
                     raise UnknownName(f"size in {path}: {section}[{number}]", size, recipe.models)
+    if recipe.kind not in SETTINGS:
+        raise UnknownName(f"kind in {path}:", recipe.kind, SETTINGS)
+    if recipe.default_size not in recipe.models:
+        raise UnknownName(f"default_size in {path}:", recipe.default_size, recipe.models)
     return _with_current_names(recipe)
+
+
+def _check_selectors(row: Row, where: str) -> None:
+    """Refuse cells that select no row: what they select is looked up in sets and sorted."""
+    for selector in SELECTORS:
+        if selector == "gpus":
+            try:
+                expand_gpus(row.get(selector, 1))
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
+        elif selector in row and not all(isinstance(value, str) for value in selector_values(row, selector)):
+            raise ConfigError(f"{where}: {selector}: expected text or a list of texts, got {str(row[selector])[:60]!r}")
 
 
 def _with_current_names(recipe: Recipe) -> Recipe:
@@ -168,9 +202,12 @@ def load_yaml(path: Path, expected: str, loader: Any = None) -> Any:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > MOST_YAML_BYTES:
+        raise ConfigError(f"{path} has {len(content):,} bytes; at most {MOST_YAML_BYTES:,} are read")
+    return content
 
 
 def _parse_yaml(path: Path, content: bytes, expected: str, loader: Any = None) -> Any:
@@ -178,16 +215,35 @@ def _parse_yaml(path: Path, content: bytes, expected: str, loader: Any = None) -
 
     try:
         data = yaml.load(content, Loader=loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if _expanded_size(data, {}) > MOST_YAML_VALUES:
+            raise ConfigError(f"{path}: its aliases expand to more than {MOST_YAML_VALUES:,} values")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from error
-    except (ValueError, RecursionError) as error:  # an impossible date, a control character, absurd nesting
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # an impossible date, a control character, absurd nesting
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if data is None:
         raise ConfigError(f"{path} is empty; expected {expected}")
     return data
+
+
+def _expanded_size(value: Any, sizes: dict[int, float]) -> float:
+    """Count the values that a reader meets: an alias counts as often as it is used, one to itself for ever."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = inf
+        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_expanded_size(item, sizes) for item in items)
+    return sizes[id(value)]
 
 
 def shipped() -> Path:
@@ -200,7 +256,19 @@ def paths(folders: Iterable[Path]) -> Iterator[Path]:
         yield from sorted(folder.glob("*/recipe.yaml"))
 
 
-def load_all(folders: Iterable[Path]) -> dict[str, Recipe]:
-    """Load all recipes by workload; one in a later folder replaces an earlier one of the same name."""
-    recipes = (load(path) for path in paths(folders))
-    return {recipe.workload: recipe for recipe in recipes}
+def load_all(folders: Iterable[Path], report: Callable[[str], None] | None = None) -> dict[str, Recipe]:
+    """Load all recipes by workload; one in a later folder replaces an earlier one of the same name.
+
+    `report` is told what is wrong with a recipe, which is left out; without it the first wrong one is raised.
+    """
+    recipes: dict[str, Recipe] = {}
+    for path in paths(folders):
+        try:
+            recipe = load(path)
+            recipes[recipe.workload] = recipe
+        except ConfigError as error:
+            if report is None:
+                raise
+            report(str(error))
+            recipes.pop(path.parent.name, None)  # not the recipe that this one was written to replace
+    return recipes

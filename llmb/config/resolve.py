@@ -30,7 +30,7 @@ from llmb.config.run_list import Task, out_of_core_target
 from llmb.config.run_model import at_true_width, base_model, changed_model, check_heads, check_layout
 from llmb.config.serialization import build, field_types
 from llmb.config.serving_settings import check_settings, proxy_fp8_recipe, replace_fp8_cache, update_dependent
-from llmb.config.settable_fields import apply_settings, settable_sections, settable_types
+from llmb.config.settable_fields import apply_settings, check_row, settable_sections, settable_types
 from llmb.config.spec import Limits, Machine, Override, Parallel, Profile, Reference, RunConfig
 from llmb.config.step_windows import fit_window, refuse_without_effect, shorten_trace
 from llmb.errors import ConfigError, UnknownName
@@ -49,6 +49,11 @@ ENGINES = {
     "training": ("native", "megatron_bridge"),
     "inference": ("native", "trtllm", "openai"),
     "outofcore": ("native",),
+}
+REQUIRED = {
+    "training": ("seqlen", "mbs", "gbs"),
+    "inference": ("mode", "use_case", "isl", "osl", "concurrency", "max_batch_size", "num_requests"),
+    "outofcore": ("seqlen",),
 }
 NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "true_width", "dp", "ga"}
 
@@ -91,6 +96,10 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     types = settable_types(recipe.kind)
     values = {**recipe.defaults, **{k: v for k, v in row.items() if k not in NOT_SETTINGS}, "dtype": request.dtype}
     values = {k: _first(v) if k in ("mode", "use_case") else v for k, v in values.items()} | selectors
+    check_row(values, types, recipe)
+    for name in REQUIRED.get(recipe.kind, ()):
+        if values.get(name) is None:
+            raise ConfigError(f"{recipe.workload}: its row for {request.size} {request.dtype} has no cell {name}")
     if request.proxy == "true-width":
         values |= {k: v for k, v in {"seqlen": recipe.defaults.get("seqlen"), "mbs": 1}.items() if k in values and v}
         values |= row.get("true_width", {})

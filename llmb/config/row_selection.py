@@ -9,11 +9,12 @@ user-defined use case (long:20000/2000) takes the row with the nearest lengths. 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, log
+from math import log
 from typing import Any, Literal
 
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, Row, expand_gpus, selector_values
+from llmb.config.serialization import whole_number
 from llmb.config.spec import Machine, Override
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
@@ -78,7 +79,7 @@ def inference_selectors(recipe: Recipe, settings: Sequence[Setting]) -> dict[str
 
 def _lengths(settings: Sequence[Setting]) -> tuple[int, int] | None:
     """Return input and output length if both are set."""
-    positive = {s.field: int(s.value) for s in settings if str(s.value).isdigit() and int(s.value) > 0}
+    positive = {s.field: count for s in settings if (count := whole_number(str(s.value)))}
     return (positive["isl"], positive["osl"]) if positive.keys() >= {"isl", "osl"} else None
 
 
@@ -100,7 +101,7 @@ def choose_row(recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -
             raise ConfigError(f"{unknown}{forced}")
         matched[selector] = value
     if user_defined:
-        matched["use_case"] = _nearest_use_case(recipe.matching(proxy, **matched), request)
+        matched["use_case"] = _nearest_use_case(recipe, recipe.matching(proxy, **matched), request)
     scale = None if proxy and recipe.kind in SCALED_DOWN else request.gpus  # null: any
     rows = recipe.matching(proxy, **matched, gpus=scale)
     row, overrides = (_best_match(rows, recipe, request), []) if rows else _extrapolate(recipe, request, matched)
@@ -146,10 +147,19 @@ def _memory_distance(gpu: str, request: RunRequest) -> float | None:
     return abs(log(row_memory / memory)) if memory and row_memory else None
 
 
-def _nearest_use_case(rows: list[Row], request: RunRequest) -> str:
+def _nearest_use_case(recipe: Recipe, rows: list[Row], request: RunRequest) -> str:
     """Return the use case whose lengths differ from the requested ones by the smallest factors."""
-    isl, osl = _lengths(request.settings) or (inf, inf)
-    return min(rows, key=lambda row: abs(log(row["isl"] / isl)) + abs(log(row["osl"] / osl)))["use_case"]
+    lengths = _lengths(request.settings)
+    if lengths is None:  # none is requested, and the recipe does not list the default one
+        raise ConfigError(f"{recipe.workload}: give one of its use cases: {', '.join(recipe.values('use_case'))}")
+
+    def distance(row: Row) -> float:
+        cells: list[Any] = [row.get(name) for name in ("isl", "osl")]
+        if not all(type(cell) is int and cell > 0 for cell in cells) or not isinstance(row.get("use_case"), str):
+            raise ConfigError(f"{recipe.workload} row: expected use_case, isl and osl, got {str(row)[:60]}")
+        return sum(abs(log(cell / length)) for cell, length in zip(cells, lengths, strict=True))
+
+    return str(min(rows, key=distance)["use_case"])
 
 
 def choose_layout(recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -> Row | None:

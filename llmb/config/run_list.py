@@ -17,6 +17,7 @@ from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 
 MOST_GPUS = 1_000_000  # of one run: more than any machine has
+MOST_RUNS = 10_000  # of one command: more would take minutes to expand, and days to run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,8 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
         raise ConfigError(f"repeats: {selection.repeats} is not possible; at least 1 is needed")
     if selection.max_scale is not None and selection.max_scale < 1:
         raise ConfigError(f"--max-scale: {selection.max_scale} is not possible; at least 1 is needed")
+    if selection.repeats > MOST_RUNS:
+        raise ConfigError(f"repeats: {selection.repeats:,} runs are more than the {MOST_RUNS:,} of one command")
     largest = max((*(selection.scales or ()), selection.max_scale or 0))
     if largest > MOST_GPUS:
         raise ConfigError(f"a scale of more than {MOST_GPUS:,} GPUs is not possible")

@@ -7,19 +7,22 @@ with its path. It is hand-written because engines must read config.json without 
 validation library would take longer than all of `llmb-run list`.
 """
 
+import errno
 import json
 import math
 import os
+import stat
 import types
 import typing
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from llmb.errors import ConfigError, LaunchError, UnknownName
 
 T = TypeVar("T")
+MAX_JSON_BYTES = 2**30  # the result of a million requests has a tenth; parsed it takes several times its size
 
 # Dataclass -> {name in older files: current name}. Whatever reads a stored file goes through `current_names`.
 RENAMED_FIELDS: dict[str, dict[str, str]] = {
@@ -99,7 +102,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, where)
     if origin is typing.Literal:
-        if value in args and type(value) in {type(a) for a in args}:
+        if type(value) in {type(a) for a in args} and value in args:
             return value
         raise UnknownName(f"value for {where}:", value, args)
     if origin is tuple:
@@ -126,9 +129,11 @@ def _convert_union(args: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in args:
         return None
     choices = [a for a in args if a is not type(None)]
-    if isinstance(value, dict) and len(choices) > 1:  # a union of dataclasses, distinguished by their `kind` field
+    if (
+        isinstance(value, dict) and len(choices) > 1 and all(map(is_dataclass, choices))
+    ):  # a union of dataclasses, distinguished by their `kind` field
         by_kind = {typing.get_args(field_types(c)["kind"])[0]: c for c in choices}
-        if value.get("kind") not in by_kind:
+        if not isinstance(value.get("kind"), str) or value["kind"] not in by_kind:
             raise UnknownName(f"kind of {where}:", value.get("kind"), by_kind)
         return build(by_kind[value["kind"]], value, where)
     if len(choices) == 1:
@@ -139,6 +144,11 @@ def _convert_union(args: tuple[Any, ...], value: Any, where: str) -> Any:
         except ConfigError:
             continue
     raise ConfigError(f"{where}: expected {' or '.join(map(_name, choices))}, got {_show(value)}")
+
+
+def whole_number(text: str) -> int | None:
+    """Parse a whole number of ASCII digits, at most 18 of them; None where it is not one."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def _name(kind: Any) -> str:
@@ -169,21 +179,52 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def open_regular_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a file for reading; a FIFO or a device under its name, which could block for ever, is an OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):  # open() refuses a folder
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "rb", buffering=buffering)
+
+
 def read_json(path: Path) -> Any:
     """Parse a JSON file; a ConfigError says why it cannot be read."""
     try:
-        return json.loads(path.read_bytes())
+        with open_regular_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_JSON_BYTES:
+                raise ConfigError(f"cannot read {path}: {size:,} bytes are more than the {MAX_JSON_BYTES:,} allowed")
+            return json.loads(file.read())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write to a temporary file and rename it: readers see the old file or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def temporary_path(path: Path) -> Path:
+    """Return the path of a hidden temporary file beside this one, with a name that nobody can guess."""
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+
+
+def create_new(path: Path, mode: int = 0o666) -> int:
+    """Create a file and return its descriptor, open for reading and writing; one that exists, or a link, is an OSError.
+
+    Whoever else can write to the folder could otherwise plant a link there, through which we overwrite another file.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def write_atomic(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write to a temporary file and rename it: readers see the old file or the new one, never half of one.
+
+    `mode`: of the new file, less the umask.
+    """
+    temporary = temporary_path(path)
     try:
-        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+        with open(create_new(temporary, mode), "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -20,7 +20,11 @@ BLOCK = 128
 def describe_lengths(recipe: Recipe, settings: Row) -> str:
     """Describe the request lengths of a proxy, beside the published ones of its use case where they differ."""
     lengths = settings["isl"], settings["osl"]
-    published = {(row["isl"], row["osl"]) for row in recipe.rows if row["use_case"] == settings["use_case"]}
+    published = {
+        (row["isl"], row["osl"])
+        for row in recipe.rows
+        if row.get("use_case") == settings["use_case"] and type(row.get("isl")) is type(row.get("osl")) is int
+    }
     replaced = [f"{isl}/{osl}" for isl, osl in sorted(published) if (isl, osl) != lengths]
     return f"lengths {lengths[0]}/{lengths[1]}" + (f" instead of {', '.join(replaced)}" if replaced else "")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmb.config.overrides import Setting, parse_value
 from llmb.config.recipe import Recipe, Row
-from llmb.config.serialization import RENAMED_FIELDS, field_types
+from llmb.config.serialization import RENAMED_FIELDS, convert, field_types
 from llmb.config.spec import Inference, Limits, OutOfCore, Override, Parallel, Precision, Profile, Training
 from llmb.errors import ConfigError, UnknownName
 
@@ -71,6 +71,19 @@ def apply_settings(values: Row, types: dict[str, Any], settings: list[Setting], 
             _check_number(setting.field, value, where)
         values[setting.field] = value
     return records
+
+
+def check_row(values: Row, types: dict[str, Any], recipe: Recipe) -> None:
+    """Refuse cells of a recipe's row that no setting has, or with values that no setting takes."""
+    for name, value in values.items():
+        where = f"{recipe.workload} row: {name}"
+        if name not in types:
+            raise UnknownName(f"cell in a row of {recipe.workload}:", name, sorted(types))
+        if name == "gbs" and isinstance(value, str):  # GPUs*16
+            continue
+        checked = convert(types[name], value, where)
+        if isinstance(checked, (int, float)) and not isinstance(checked, bool):
+            _check_number(name, checked, where)
 
 
 def _check_number(name: str, value: float, where: str) -> None:

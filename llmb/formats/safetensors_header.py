@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from llmb.config.serialization import open_regular_file
+
 MAX_HEADER_BYTES = 100_000_000  # limit of the format
 BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "BF16": 16, "C64": 64}
 BITS |= {f"{kind}{bits}": bits for kind in "IUF" for bits in (8, 16, 32, 64)}
@@ -33,7 +35,7 @@ class ShardHeader:
 def read_shard_header(path: Path) -> ShardHeader:
     """Read a header and compare it with the file."""
     shard = ShardHeader(path.stat().st_size)
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         start = file.read(8)
         if start == b"version ":
             shard.faults.append(("short", "is a Git LFS pointer and not the weights; fetch them with: git lfs pull"))

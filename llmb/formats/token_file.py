@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from llmb.config.serialization import create_new, open_regular_file, temporary_path
 from llmb.errors import ConfigError, LaunchError
 
 HEADER = struct.Struct("<8sIIQQq24x")
@@ -43,7 +44,7 @@ class Header:
 def is_token_file(path: Path) -> bool:
     """Return whether a file has the magic number of a token file."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
@@ -52,7 +53,7 @@ def is_token_file(path: Path) -> bool:
 def read_header(path: Path) -> Header:
     """Read the header of a complete token file; raise a one-line error if it is invalid."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             head = file.read(HEADER.size)
             stored = file.seek(0, os.SEEK_END) - HEADER.size
     except OSError as error:
@@ -81,12 +82,12 @@ class TokenWriter:
     def __init__(self, path: Path, vocab: int, end: int | None = None):
         self.header = Header(vocab=vocab, tokens=0, end=end)
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        self._temporary = temporary_path(path)
         self._code = "H" if self.header.token_bytes == 2 else "I"
 
     def __enter__(self) -> "TokenWriter":
         try:
-            self._file = self._temporary.open("wb")
+            self._file = open(create_new(self._temporary), "wb")
             self._file.write(self.header.packed())
         except OSError as error:
             raise LaunchError(f"cannot write {self._path}: {error.strerror}") from error

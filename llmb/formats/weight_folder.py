@@ -21,6 +21,7 @@ from llmb.perfmodel.hardware import GIB
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"(.+-)(\d+)(-of-0*(\d+)\.safetensors)")
+MOST_DIGITS = 5  # of the number of files in a series
 Progress = Callable[[str], None]
 
 
@@ -125,6 +126,8 @@ def _complete_series(files: dict[str, Path]) -> list[str]:
     names = []
     for match in filter(None, map(SHARD_NAME.fullmatch, files)):
         prefix, number, suffix, count = match.groups()
+        if len(count) > MOST_DIGITS:  # no series: listing its missing files would take for ever
+            continue
         names += [f"{prefix}{n:0{len(number)}}{suffix}" for n in range(1, int(count) + 1)]
     return [*dict.fromkeys([*names, *files])]
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmb.config.serialization import open_regular_file
 from llmb.launch.secrets import scrub
 
 MAX_LINE_BYTES = 2**20  # held back while waiting for the end of a line
@@ -45,7 +46,7 @@ class EngineLog:
 def read_log_tail(path: Path) -> str:
     """Return the end of a log; empty where it is missing or cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read(TAIL_BYTES).decode(errors="replace")
     except OSError:

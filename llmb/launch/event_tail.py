@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmb import events
+from llmb.config.serialization import open_regular_file
+from llmb.errors import ConfigError
 from llmb.events import Event, RunEnded
 from llmb.launch.run_folder import RunFolder
 
@@ -26,11 +28,13 @@ class EventTail:
     def new(self, *, finished: bool = False) -> list[Event]:
         """Return the events since the last call. `finished`: nobody writes any more, so parse a partial line too."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular_file(self.path) as file:
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror}") from error
         self._offset += len(content)
         *lines, self._partial_line = (self._partial_line + content).split(b"\n")
         if finished:

@@ -110,7 +110,7 @@ def run_local(
     """
     settings = engine_environment(config, os.environ, environment)
     if launcher is None:
-        run_folder.write_job_script(job_script(command, settings, run_folder))
+        run_folder.write_job_script(job_script(command, settings, run_folder), private=bool(environment))
     start = time.monotonic()
     tails = EventTails(run_folder)
     oom_kills_before = oom_kills()

@@ -45,6 +45,7 @@ CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
 RESTART_PREFIX = "restart-"
 MAX_SHORT_NAME = 80  # characters
+NUMBER = re.compile(r"[0-9]{1,9}")  # of a rank or a start: int() takes "\N{SUPERSCRIPT TWO}" for none, isdigit() does
 MAX_NAME_BYTES = 200  # file systems allow 255, and a time stamp or a suffix is added to the name
 
 
@@ -150,7 +151,7 @@ class RunFolder:
     def _newest_start(self) -> "RunFolder":
         """Return the same folder at its newest start."""
         numbers = (path.name.removeprefix(RESTART_PREFIX) for path in self.path.glob(f"{RESTART_PREFIX}*"))
-        return replace(self, restart=max((int(number) for number in numbers if number.isdigit()), default=0))
+        return replace(self, restart=max((int(number) for number in numbers if NUMBER.fullmatch(number)), default=0))
 
     def for_new_start(self) -> "RunFolder":
         """Return the folder for a start of the job: this one, or for a requeued job a new restart-<n>/."""
@@ -196,10 +197,10 @@ class RunFolder:
         """Read the configuration of the run."""
         return config_from_json(read_json(self.config), where=CONFIG_FILE)
 
-    def write_job_script(self, text: str) -> None:
-        """Write job.sh, executable."""
-        write_atomic(self.job_script, text)
-        self.job_script.chmod(0o755)
+    def write_job_script(self, text: str, *, private: bool = False) -> None:
+        """Write job.sh, executable. `private`: for its owner alone, as variables of the user may hold anything."""
+        write_atomic(self.job_script, text, 0o600)
+        self.job_script.chmod(0o700 if private else 0o755)
 
     def write_record(self, config: RunConfig, job_id: str, launcher: str = "local", **cluster: str | None) -> None:
         """Write llmb-config_<jobid>.yaml; `cluster` may give cluster_name and the slurm_* keys."""
@@ -339,10 +340,16 @@ class RunFolder:
 
     def all_events(self) -> list[Path]:
         """Return the existing event files, one per rank."""
-        return sorted(self.work.glob("events.rank*.jsonl"))
+        files = self.work.glob("events.rank*.jsonl")
+        return sorted(path for path in files if NUMBER.fullmatch(path.name[len("events.rank") : -len(".jsonl")]))
 
     def record(self, job_id: str) -> Path:
         return self.path / f"llmb-config_{job_id}.yaml"
+
+
+def is_run_folder(path: Path) -> bool:
+    """Return whether a folder exists and is one of a run, whatever state its files are in."""
+    return RunFolder(path).config.is_file()
 
 
 def write_pid_file(run_folder: RunFolder, pid: int) -> None:
@@ -374,7 +381,9 @@ def _read_pid_file(run_folder: RunFolder) -> dict[str, Any] | None:
         record = read_json(run_folder.pid_file)
     except ConfigError:  # not started yet
         return None
-    return record if isinstance(record, dict) and record.keys() >= {"pid", "started", "host"} else None
+    if not isinstance(record, dict) or not record.keys() >= {"pid", "started", "host"}:
+        return None
+    return record if type(record["pid"]) is int and record["pid"] > 0 else None
 
 
 def _claim_folder(experiment: Path, stamp: str) -> Path:

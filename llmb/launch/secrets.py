@@ -4,21 +4,28 @@
     scrub("login with hf_...") -> "login with ***"
     scrub_named("DB_PASSWORD=hunter2") -> "DB_PASSWORD=***"
 
-A secret is recognized by the name of its variable or by its own pattern. In doubt a value is masked: a hidden path
-costs nothing, a published token does. Logs are scrubbed line by line of known values and patterns; files that leave the
-machine go through `scrub_thoroughly`, which also recognizes values by the names before them.
+A secret is recognized by the name of its variable, by its own pattern, or by its entropy. In doubt a value is masked:
+a hidden path costs nothing, a published token does. Logs are scrubbed line by line of values and patterns; files that
+leave the machine go through `scrub_thoroughly`, which also recognizes values by the names before them.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
+from math import log2
 from operator import itemgetter
 
 MASK = "***"
+MIN_ENTROPY_BITS = 4.3  # of a character; 32 random letters and digits have 4.6, hexadecimal ones and words below 4
 MIN_SECRET_CHARS = 6  # words like "true" or "1" under a secret's name must not be scrubbed from a log
 
-_SECRET_NAME = re.compile(r"TOKEN$|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"TOKEN$|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION$"
+    r"|(?<!BY)PASS$|(?<!^)(?<!^OLD)PWD$|AUTH$|COOKIE$|(?<![A-Z])SIG$",  # PWD and OLDPWD are the shell's
+    re.IGNORECASE,
+)
 _TOKEN = re.compile(
     r"hf_[A-Za-z0-9]{20,}"  # Hugging Face
     r"|(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{20,}"  # OpenAI and the like; "risk-..." is an ordinary word
@@ -28,13 +35,19 @@ _TOKEN = re.compile(
     r"|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{35}|dckr_pat_[A-Za-z0-9_-]{20,}"  # Slack, Google, Docker
     r"|eyJ[A-Za-z0-9_-]{10,1000}+\.[A-Za-z0-9_-]{10,}+\.[A-Za-z0-9_-]{10,}"  # JSON web token
     r"|(?<=[Bb]earer )[A-Za-z0-9._~+/=-]{16,}"
+    r"|(?<=[?&]sig=)[A-Za-z0-9%+/=_-]{16,}"  # shared access signature
+    r"|(?:(?<=\"auth\":\")|(?<=\"auth\": \"))[A-Za-z0-9+/=]{8,}"  # Docker's config.json
+    r"|\blogin \S+\s+password \S+"  # netrc
+    r"|(?:(?<= -u )|(?<= --user )|(?<= --user=))(?!\d+:\d+\b)[^\s:\"']+:[^\s\"']+"  # curl
+    r"|(?:(?<=[Pp]assword=)|(?<=[Pp]wd=)|(?<=AccountKey=)|(?<=AccessKey=))[^;&\s\"'*][^;&\s\"']{2,}"
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)|(?<=://)[A-Za-z0-9_-]{20,}(?=@)"  # user:password@ or token@ in an address
 )
 
 # A lower-case substring of each pattern: searching for substrings is far faster than for patterns.
 _TOKEN_HINTS = (
     "hf_", "sk-", "nvapi-", "akia", "asia", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox",
-    "aiza", "dckr_pat_", "eyj", "bearer ", "://",
+    "aiza", "dckr_pat_", "eyj", "bearer ", "://", "sig=", '"auth"', "login ", " -u ", " --user", "password=", "pwd=",
+    "accountkey=", "accesskey=",
 )  # fmt: skip
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]{0,20}PRIVATE KEY[A-Z ]{0,10}-----(?:[^-]|-(?!----))*"  # up to END or all of it
@@ -68,12 +81,28 @@ _NAME_HINT = re.compile(
 _SECRET_NAME_IN_TEXT = re.compile(rf"{_NAME_END}$", re.I)
 _PLAIN_WORD = re.compile(r"true|false|none|null|yes|no|\**", re.I)
 _NUMBER = re.compile(r"[-+]?[\d.]{1,20}(?:e[-+]?\d+)?[a-z%/]{0,4}", re.I)
+_RANDOM = re.compile(r"(?!/|GPU-|MIG-)(?=[^0-9]*[0-9])(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9+/=_-]{32,}")
 _HIGH_ENTROPY = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+/=]{20,}")  # unlike any ordinary word
 
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether an environment variable must not be written to a file."""
-    return bool(_SECRET_NAME.search(name) or _TOKEN.search(value) or _PRIVATE_KEY.search(value))
+    recognized = _SECRET_NAME.search(name) or _TOKEN.search(value) or _PRIVATE_KEY.search(value)
+    return bool(recognized) or looks_random(value)
+
+
+def looks_random(value: str) -> bool:
+    """Return whether a value has as many bits per character as a generated secret: no word, path or UUID has."""
+    if not _RANDOM.fullmatch(value):
+        return False
+    frequencies = (count / len(value) for count in Counter(value).values())
+    return -sum(frequency * log2(frequency) for frequency in frequencies) >= MIN_ENTROPY_BITS
+
+
+def hidden_by_entropy(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that are masked for no other reason than how random their value looks."""
+    named = (name for name, value in environment.items() if looks_random(value))
+    return [name for name in named if not (_SECRET_NAME.search(name) or _TOKEN.search(environment[name]))]
 
 
 def mask(environment: Mapping[str, str]) -> dict[str, str]:

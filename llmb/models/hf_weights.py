@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
-from llmb.config.serialization import read_json
+from llmb.config.serialization import read_json, temporary_path
 from llmb.config.spec import Model
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, Network
@@ -234,7 +234,7 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `folder` at the end or deleted."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already; weights are written to a new folder")
-    temporary = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}")
+    temporary = temporary_path(folder.absolute())
     try:
         temporary.mkdir(parents=True)
         yield temporary

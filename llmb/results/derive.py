@@ -166,7 +166,7 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
         "loss_last": losses[-1] if losses else None,
     }
     tokens = {s.tokens for s in measured if s.tokens is not None}
-    if statistics is not None and len(tokens) == 1:
+    if statistics is not None and statistics.median > 0 and len(tokens) == 1:
         fields["tokens_per_s"] = min(tokens) / statistics.median
         if config is None or not config.proxy:
             fields["days_per_1t_tokens"] = metrics.days_to_train(1e12, fields["tokens_per_s"])
@@ -178,7 +178,7 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
     )
     if rate is not None:
         fields["tokens_per_s_per_gpu"] = rate.median
-    if config is not None and statistics is not None and len(tokens) == 1:
+    if config is not None and statistics is not None and "tokens_per_s" in fields:
         fields["tokens_per_s_per_gpu"] = fields["tokens_per_s"] / config.machine.gpus
         fields |= _utilisation(config, statistics.median, min(tokens))
     return fields

@@ -13,9 +13,10 @@ rollback journal is used because a write-ahead log does not work on the network 
 """
 
 import sqlite3
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from itertools import count
@@ -49,7 +50,7 @@ class Job:
     run_dir: str
     created_at: float
     updated_at: float
-    status: str  # submitting, pending, running, lost (unknown outcome), or a status of a Result
+    status: str  # submitting, pending, running, lost (unknown outcome), damaged (folder), or a status of a Result
     reason: str | None = None
     step_time_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
@@ -94,6 +95,7 @@ class Store:
     """The store, created if missing; use as a context manager."""
 
     def __init__(self, path: Path):
+        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
@@ -103,10 +105,13 @@ class Store:
             raise ConfigError(
                 f"cannot write {path.parent}: {error.strerror}; set LLMB_INSTALL to a folder you may write"
             ) from error
-        except sqlite3.DatabaseError as error:
-            raise LaunchError(
-                f"the job store {path} cannot be used ({error}); move it away and run: llmb-run jobs rebuild"
-            ) from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> LaunchError:
+        return LaunchError(
+            f"the job store {self._path} cannot be used ({error}); move it away and run: llmb-run jobs rebuild"
+        )
 
     def _version(self) -> int | None:
         has_table = self._db.execute("SELECT name FROM sqlite_master WHERE name = 'metadata'").fetchone()
@@ -156,9 +161,12 @@ class Store:
             self._execute_or_say("COMMIT")
         except BaseException as error:
             if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+                with suppress(sqlite3.DatabaseError):  # of a damaged file; it is not written to either way
+                    self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError):  # the disk is full, or a lock was held too long
                 raise LaunchError(f"the job store cannot be written: {error}") from error
+            if isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)):
+                raise self._damaged(error) from error
             raise
 
     def _execute_or_say(self, statement: str) -> None:
@@ -166,6 +174,8 @@ class Store:
             self._db.execute(statement)
         except sqlite3.OperationalError as error:
             raise LaunchError(f"the job store cannot be written: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(error) from error
 
     def add(
         self,
@@ -187,6 +197,11 @@ class Store:
                 job_id = temporary_id(run_dir) if launcher == "slurm" else self._next_local()
             self._put(job_row(config, run_dir, launcher, job_id, created_at or time.time(), status=status, **columns))
         return job_id
+
+    def put(self, job: Job) -> None:
+        """Add a complete row, or replace the one with its id."""
+        with self._transaction():
+            self._put(job)
 
     def submitted(self, temporary: str, job_id: str) -> str:
         """Record that Slurm accepted the job; return the row's id: Slurm's, or 17-2 where 17 is taken."""
@@ -256,7 +271,9 @@ class Store:
     def jobs_to_retry(self) -> list[Job]:
         """Return ended jobs with retries left; settling a job sets its retries to 0 where a retry is pointless."""
         marks = ", ".join("?" * len(GOING))
-        return self._select(f" WHERE retries > 0 AND status NOT IN ('ok', 'lost', {marks}) ORDER BY created_at", GOING)
+        return self._select(
+            f" WHERE retries > 0 AND status NOT IN ('ok', 'lost', 'damaged', {marks}) ORDER BY created_at", GOING
+        )
 
     def take_retries(self, job_id: str) -> int:
         """Take the retries a job has left, so that of several watchers only one retries it."""
@@ -285,7 +302,7 @@ class Store:
             tests.append(("created_at >= ?", [since]))
         where = " WHERE " + " AND ".join(test for test, _ in tests) if tests else ""
         return self._select(
-            where + " ORDER BY created_at DESC, rowid DESC" + (f" LIMIT {int(limit)}" if limit else ""),
+            where + " ORDER BY created_at DESC, rowid DESC" + (f" LIMIT {min(limit, sys.maxsize)}" if limit else ""),
             [value for _, values in tests for value in values],
         )[::-1]
 
@@ -304,8 +321,10 @@ class Store:
     def _select(self, clause: str, values: Sequence[Any]) -> list[Job]:
         try:
             rows = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs{clause}", tuple(values)).fetchall()
-        except sqlite3.OperationalError as error:
-            raise LaunchError(f"the job store cannot be read: {error}") from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError, OverflowError) as error:
+            if type(error) is sqlite3.OperationalError and "locked" in str(error):
+                raise LaunchError(f"the job store cannot be read: {error}") from error
+            raise self._damaged(error) from error
         return [Job(**dict(zip(COLUMNS, row, strict=True))) for row in rows]
 
     def _next_local(self) -> str:
@@ -326,8 +345,13 @@ class Store:
 
 
 def temporary_id(run_dir: Path) -> str:
-    """Return the id of a Slurm job before submission, derived from its run folder."""
-    return f"S{sha256(str(run_dir).encode(errors='surrogateescape')).hexdigest()[:10]}"
+    """Return the id of a Slurm job before submission."""
+    return folder_id(run_dir, "S")
+
+
+def folder_id(run_dir: Path, prefix: str) -> str:
+    """Return an id derived from a run folder."""
+    return f"{prefix}{sha256(str(run_dir).encode(errors='surrogateescape')).hexdigest()[:10]}"
 
 
 def job_row(config: RunConfig, run_dir: Path, launcher: str, job_id: str, created_at: float, **columns: Any) -> Job:

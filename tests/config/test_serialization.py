@@ -1,6 +1,7 @@
 """Plain data to dataclasses: unknown names list the valid ones, wrong types are reported with their path."""
 
 import json
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import RENAMED_FIELDS, RENAMED_VALUES, build, read_json, to_json, to_plain, write_atomic
 from llmb.config.spec import Parallel, Precision, RunConfig, Training
-from llmb.errors import ConfigError
+from llmb.errors import ConfigError, LaunchError
 from llmb.events import TYPES, HangReport, RequestDone, RunEnded, read
 from llmb.results.result import Result
 from llmb.runtime.checkpoint_folder import resume_checkpoint
@@ -208,3 +209,28 @@ rows:
 def test_old_name_next_to_the_new_one_is_rejected():
     with pytest.raises(ConfigError, match="unknown field in Training: 'masters'"):
         build(Training, {"seqlen": 1, "mbs": 1, "gbs": 1, "ga": 1, "masters": "bf16", "master_weights": "bf16"})
+
+
+def test_planted_link_is_neither_followed_nor_predictable(tmp_path, monkeypatch):
+    private = tmp_path / "private"
+    private.write_text("mine")
+    target = tmp_path / "result.json"
+    (tmp_path / f".result.json.{os.getpid()}").symlink_to(private)
+    write_atomic(target, "new")
+    assert (private.read_text(), target.read_text()) == ("mine", "new")
+    monkeypatch.setattr(os, "urandom", lambda count: bytes(count))  # even where it is guessed
+    (tmp_path / f".result.json.{'00' * 8}").symlink_to(private)
+    with pytest.raises(LaunchError):
+        write_atomic(target, "newer")
+    assert (private.read_text(), target.read_text()) == ("mine", "new")
+
+
+def test_fifo_and_absurd_nesting_are_errors_of_the_file(tmp_path):
+    path = tmp_path / "config.json"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_json(path)
+    path.unlink()
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_json(path)

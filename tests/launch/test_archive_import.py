@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmb.errors import ConfigError
-from llmb.launch.archive import checksummed_file
+from llmb.launch.archive import checksummed_file, unpack
 from llmb.launch.archive.checksummed_file import CHECKSUM_BYTES, append_checksum, compressed_writer
 from llmb.launch.archive.import_runs import import_archive
 from llmb.launch.archive.manifest import ROOT
@@ -171,6 +171,8 @@ NO_FILES = {"format": 1, "runs": [], "files": []}
         ([], {"format": 2, "runs": [], "files": []}, "it has format 2"),
         ([], {"format": 1, "runs": [{"path": "../..", "identity": "a", "job_id": None, "cluster": None}], "files": []},
          "is not a run folder"),
+        ([member(f"{ROOT}/{RUN_PATH}{'/d' * 20}/x")], NO_FILES, "folders deep"),
+        ([member(f"{ROOT}/{RUN_PATH}/x")], NO_FILES | {"files": [0] * 1000}, "lists more than its 1 files"),
     ],
 )  # fmt: skip
 def test_malicious_archive_is_refused_and_leaves_no_files(tmp_path, members, manifest, message):
@@ -178,6 +180,23 @@ def test_malicious_archive_is_refused_and_leaves_no_files(tmp_path, members, man
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         import_archive(archive, tmp_path / "target")
     assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.tar.zst"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "name", "message"),
+    [
+        ("MAX_JSON_FILE_BYTES", "config.json", "has 2 bytes; at most 1 are taken"),
+        ("MAX_FILE_BYTES", "log.out", "has 2 bytes; at most 1 are taken"),
+        ("MAX_TOTAL_BYTES", "log.out", "have more than 1 bytes"),
+        ("MAX_MANIFEST_BYTES", "log.out", "its manifest is too large"),
+    ],
+)
+def test_declared_sizes_are_bounded_before_anything_is_built(tmp_path, monkeypatch, limit, name, message):
+    monkeypatch.setattr(unpack, limit, 1)
+    archive = craft_archive(tmp_path / "bad.tar.zst", [member(f"{ROOT}/{RUN_PATH}/{name}")], manifest=NO_FILES)
+    with pytest.raises(ConfigError, match=message):
+        import_archive(archive, tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["bad.tar.zst"]
 
 

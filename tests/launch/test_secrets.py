@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmb.launch.secrets import mask, scrub, secret_values
+from llmb.launch.secrets import hidden_by_entropy, mask, scrub, secret_values
 
 HF = "hf_" + "aB3" * 9
 
@@ -56,3 +56,55 @@ def test_values_are_scrubbed_by_line_and_as_quoted():
 def test_longer_secret_is_scrubbed_first():
     values = secret_values({"A_KEY": "abcdef", "B_KEY": "abcdefghi"})
     assert scrub("abcdefghi abcdef", values) == "*** ***"
+
+
+@pytest.mark.parametrize(
+    "name", ["DB_PASS", "MYSQL_PWD", "SMTP_PASSWD", "GCP_CREDENTIAL", "PROXY_AUTH", "COOKIE", "URL_SIG"]
+)
+def test_secret_by_the_end_of_its_name(name):
+    assert mask({name: "anything"}) == {name: "***"}
+
+
+@pytest.mark.parametrize("name", ["PWD", "OLDPWD", "NCCL_BYPASS", "AUTHOR", "PASSES", "CONFIG"])
+def test_names_that_only_resemble_those_of_secrets(name):
+    assert mask({name: "anything"}) == {name: "anything"}
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ('{"auths": {"nvcr.io": {"auth": "JG9hdXRodG9rZW46c2Vj"}}}', "JG9hdXRodG9rZW46c2Vj"),
+        ("machine host login me password hunter2x", "hunter2x"),
+        ("curl -u me:hunter2x https://host", "hunter2x"),
+        ("curl --user me:hunter2x https://host", "hunter2x"),
+        ("https://x.blob.core.windows.net/c?sv=2022&sig=abc%2Bdefghijklmnop%3D&se=1", "abc%2Bdefghijklmnop%3D"),
+        ("Authorization: Bearer abcdefghijklmnopqrst", "abcdefghijklmnopqrst"),
+        ("Server=db;User Id=me;Password=hunter2x;", "hunter2x"),
+        ("DefaultEndpointsProtocol=https;AccountKey=hunter2xhunter2x==;", "hunter2xhunter2x=="),
+        ("postgresql://me:hunter2x@db/x", "hunter2x"),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2x\n-----END OPENSSH PRIVATE KEY-----", "hunter2x"),
+    ],
+)
+def test_secret_by_its_shape(text, secret):
+    assert mask({"PLAIN": text}) == {"PLAIN": "***"}
+    assert secret not in scrub(text)
+
+
+def test_random_value_is_hidden_and_named():
+    environment = {"PLAIN": "q8Zr3LkT0vXn5WbY2cHd7JsFpA9mEuGi", "DB_PASS": "q8Zr3LkT0vXn5WbY2cHd7JsFpA9mEuGi"}
+    assert mask(environment) == {"PLAIN": "***", "DB_PASS": "***"}
+    assert hidden_by_entropy(environment) == ["PLAIN"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "/home/user/Models/Llama-3.1-8B-Instruct-2026",
+        "GPU-5ac3b1f2-9d1e-4c7a-8f00-0123456789ab",
+        "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+        "expandable_segments:True,max_split_size_mb:512",
+        "Llama-3-1-Nemotron-Ultra-253B-Instruct-v1",
+    ],
+)
+def test_ordinary_values_are_not_random(value):
+    assert mask({"PLAIN": value}) == {"PLAIN": value}

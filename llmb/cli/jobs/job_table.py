@@ -41,7 +41,7 @@ UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Add --status, --workload, --since and --on."""
     add = parser.add_argument
-    add("--status", metavar="S[,S...]", help="only these: submitting, pending, running, lost, ok, failed, ...")
+    add("--status", metavar="S[,S...]", help="only these: submitting, pending, running, lost, damaged, ok, failed, ...")
     add("-w", "--workload", metavar="W[,W...]", help="only these workloads")
     add("--since", metavar="WHEN", help="only those created since: 2h, 3d, 2026-01-31, '2026-01-31 14:00'")
     add("--on", choices=("local", "slurm", "imported"), help="only local runs, Slurm jobs, or imported runs")
@@ -59,7 +59,7 @@ def filters(options: argparse.Namespace) -> dict[str, Any]:
     from llmb.results.job_store import GOING
 
     statuses = _split(options.status)
-    valid = (*GOING, "lost", *STATUSES)
+    valid = (*GOING, "lost", "damaged", *STATUSES)
     for status in statuses:
         if status not in valid:
             raise UnknownName("status", status, valid)

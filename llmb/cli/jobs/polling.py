@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.jobs.damaged_runs import DAMAGED, describe_damage
 from llmb.cli.jobs.job_outcome import has_end, record_outcome
 from llmb.cli.jobs.lost_submissions import recover_submission
 from llmb.cli.stored_runs import load_run, write_result
-from llmb.errors import ConfigError, LaunchError, LlmbError
-from llmb.launch.run_folder import RunFolder, is_alive
+from llmb.errors import LaunchError
+from llmb.launch.run_folder import RunFolder, is_alive, is_run_folder
 from llmb.launch.slurm.slurm_jobs import JobState, SlurmUnavailable, states
 from llmb.launch.slurm.submission import Submission, read_submission
 from llmb.results.job_store import Job, Store
@@ -55,8 +56,11 @@ class Poller:
             return recover_submission(self._store, job) if job.status == "submitting" and not self._skip_slurm else job
         except SlurmUnavailable as down:
             self._report_down(down, [job])
-        except LlmbError as error:  # a folder that was moved away must not hide the other runs
-            self._report_once(f"{job.job_id}: {error}")
+        except Exception as error:  # a folder that was moved away or damaged must not hide the other runs
+            if isinstance(error, LaunchError) or not is_run_folder(Path(job.run_dir)):
+                self._report_once(f"{job.job_id}: {describe_damage(error)}")
+            else:
+                self._store.move_on(job, **self._damaged(job, error))
         return job
 
     def _query_slurm(self, jobs: Sequence[Job]) -> None:
@@ -101,9 +105,16 @@ class Poller:
         except LaunchError as error:  # the disk is full, for example: the next refresh tries again
             self._report_once(f"{job.job_id}: {error}")
             return {}
-        except ConfigError as error:
+        except Exception as error:
             columns = _slurm_columns(state, job) if state else {}
-            return {**columns, "status": "lost", "reason": f"its run folder cannot be read: {error}"}
+            if is_run_folder(Path(job.run_dir)):
+                return {**columns, **self._damaged(job, error)}
+            return {**columns, "status": "lost", "reason": f"its run folder cannot be read: {describe_damage(error)}"}
+
+    def _damaged(self, job: Job, error: Exception) -> dict[str, Any]:
+        """Report a damaged run folder and return the columns of its row."""
+        self._report_once(f"{job.job_id}: {job.run_dir} is damaged: {describe_damage(error)}")
+        return {"status": DAMAGED, "reason": describe_damage(error)}
 
     def _report_down(self, down: SlurmUnavailable, jobs: Iterable[Job]) -> None:
         self._skip_slurm, was_down = True, self._down

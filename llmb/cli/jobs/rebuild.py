@@ -2,21 +2,20 @@
 
 import argparse
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.jobs.damaged_runs import creation_time, damaged_row, report_damage
 from llmb.cli.jobs.imported_rows import imported_row
 from llmb.cli.jobs.job_outcome import read_job_outcome
 from llmb.cli.jobs.jobs import open_store
 from llmb.cli.jobs.lost_submissions import find_slurm_id, may_still_appear
 from llmb.cli.jobs.polling import Poller
 from llmb.cli.stored_runs import load_run, write_result
-from llmb.config.serialization import read_json
-from llmb.errors import LlmbError
+from llmb.config.serialization import convert, read_json
 from llmb.launch.archive.run_origin import read_origin
 from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder, is_alive, short_paths
@@ -26,22 +25,23 @@ from llmb.results.job_store import Job, figures, job_row, temporary_id
 
 
 def run(_: argparse.Namespace) -> int:
-    """Rebuild the store; report and skip folders that cannot be read."""
+    """Rebuild the store; a folder that cannot be read is reported and listed as damaged."""
     with open_store() as store:
         old_links = list(short_paths(install_root(os.environ)).glob("*"))
         known_run_dirs = {job.run_dir for job in store.jobs()}
-        rows, unreadable = [], 0
+        rows, damaged = [], []
         for run in sorted(RunFolder.find_all(install_root(os.environ)), key=_created_at):
             try:
                 if was_started(run):
                     rows.append(row_from_folder(run))
-            except LlmbError as error:
-                print(f"ERROR: {error}", file=sys.stderr)
-                unreadable += 1
+            except Exception as error:  # whatever its files hold, the other runs come back
+                report_damage(run, error)
+                damaged.append(damaged_row(run, error))
+        rows += damaged
         store.replace_all(_with_ids_first(_without_spent_retries(_with_unique_ids(rows))), known_run_dirs)
         _relink(store.jobs(), old_links)
         Poller(store).refresh([job for job in store.jobs() if job.going])
-    print(f"{len(rows)} runs found" + (f", {unreadable} folders could not be read" if unreadable else ""))
+    print(f"{len(rows)} runs found" + (f", {len(damaged)} of them damaged" if damaged else ""))
     return 0
 
 
@@ -108,7 +108,7 @@ def _slurm_row(run: RunFolder, submitted: bool) -> Job:
     if outcome is not None:
         columns = {**figures(result), **outcome.columns, "updated_at": run.job_outcome.stat().st_mtime}
     elif not submitted and has_result:
-        nodes = read_json(run.allocation).get("nodes")
+        nodes = convert(dict[str, Any], read_json(run.allocation), "allocation.json").get("nodes")
         columns = {**figures(result), "nodes": nodes, "updated_at": run.result.stat().st_mtime}
     return job_row(config, run.path, "slurm", run.job_id or temporary_id(run.path), run.created_at, **columns)
 
@@ -120,7 +120,10 @@ def _is_retryable(run: RunFolder) -> bool:
 
 def _created_at(run: RunFolder) -> tuple[float, int]:
     """Return the creation time, finer than the second in the folder's name: hundreds may be created in one."""
-    return run.created_at, run.config.stat().st_mtime_ns
+    try:
+        return run.created_at, run.config.stat().st_mtime_ns
+    except OSError:  # reported when the folder is read
+        return creation_time(run), 0
 
 
 def _with_unique_ids(rows: Sequence[Job]) -> list[Job]:

@@ -11,13 +11,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
 
-from llmb.errors import ConfigError
+from llmb.errors import ConfigError, LlmbError
 from llmb.launch.archive.manifest import ArchivedRun
 from llmb.launch.archive.run_origin import (
     UNKNOWN_CLUSTER,
@@ -51,7 +51,7 @@ def import_archive(
     read_archive(archive, None, progress)  # nothing is created for an archive that is refused
     with _staging_folder(install) as staging:
         contents = read_archive(archive, staging, progress)
-        used_ids = {origin.job_id for run in RunFolder.find_all(install) if (origin := read_origin(run))}
+        used_ids = set(_used_ids(install))
         result = ImportResult()
         for run in contents.manifest.runs:
             existing = _find_run(install, run)
@@ -89,6 +89,14 @@ def _origin(run: ArchivedRun, cluster: str | None, checksum: str, used_ids: set[
     return Origin(cluster=name, job_id=job_id, identity=run.identity, archive=checksum)
 
 
+def _used_ids(install: Path) -> Iterator[str]:
+    for run in RunFolder.find_all(install):
+        with suppress(LlmbError):  # `jobs rebuild` reports a damaged folder
+            origin = read_origin(run)
+            if origin is not None:
+                yield origin.job_id
+
+
 def _find_run(install: Path, run: ArchivedRun) -> RunFolder | None:
     """Return the folder of this run, if it exists: under its own time stamp, or numbered where that was taken."""
     stamped = (install / run.path).parent
@@ -96,8 +104,9 @@ def _find_run(install: Path, run: ArchivedRun) -> RunFolder | None:
         if not folder.exists():
             return None
         candidate = RunFolder(folder / stamped.parent.name)
-        if candidate.config.is_file() and run_identity(candidate) == run.identity:
-            return RunFolder.open(candidate.path)
+        with suppress(LlmbError, OSError):  # a damaged folder of that name is another run
+            if candidate.config.is_file() and run_identity(candidate) == run.identity:
+                return RunFolder.open(candidate.path)
     raise AssertionError("count() never ends")
 
 

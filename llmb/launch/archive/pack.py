@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from tempfile import SpooledTemporaryFile
 
-from llmb.config.serialization import to_json
+from llmb.config.serialization import create_new, temporary_path, to_json
 from llmb.errors import ConfigError, LaunchError
 from llmb.launch.archive.checksummed_file import append_checksum, compressed_writer
 from llmb.launch.archive.manifest import FORMAT, MANIFEST, ROOT, ArchivedFile, ArchivedRun, Manifest, is_run_path
@@ -55,6 +55,14 @@ def has_ended(run: RunFolder) -> bool:
     return run.result.exists() or run.job_outcome.exists() or (is_alive(run) is False and bool(run.all_events()))
 
 
+def check_packable(run: RunFolder) -> None:
+    """Raise what would stop an archive with this run: an unreadable file or folder, a damaged origin or event file."""
+    _archived_runs({_archive_path(run): run})
+    for path in _files(run, []):
+        with path.open("rb"):
+            pass
+
+
 def write_archive(
     runs: Iterable[RunFolder],
     output: Path,
@@ -71,7 +79,7 @@ def write_archive(
     all_files = [path for paths in files_by_run.values() for path in paths]
     with _claim(output) as temporary:
         scrubber = Scrubber.from_files(all_files, environ, anonymous, progress)
-        with temporary.open("w+b") as file:
+        with open(create_new(temporary), "w+b") as file:
             with (
                 compressed_writer(file) as stream,
                 tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
@@ -108,7 +116,7 @@ def write_archive(
 @contextmanager
 def _claim(output: Path) -> Iterator[Path]:
     """Claim the output path, yield a temporary file to write; rename it on success, remove both on failure."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    temporary = temporary_path(output)
     try:
         output.open("xb").close()
     except FileExistsError as error:

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from llmb.config.serialization import build, read_json, to_json, write_atomic
+from llmb.config.serialization import build, open_regular_file, read_json, to_json, write_atomic
+from llmb.errors import ConfigError
 from llmb.events import RunStarted, read
 from llmb.launch.run_folder import RunFolder
 
@@ -56,10 +57,12 @@ def sanitize_cluster_name(cluster: str) -> str | None:
 
 def _first_line(run: RunFolder) -> bytes:
     try:
-        with replace(run, restart=0).events(0).open("rb") as events:
+        with open_regular_file(replace(run, restart=0).events(0)) as events:
             return events.readline()
     except FileNotFoundError:
         return b""
+    except OSError as error:
+        raise ConfigError(f"cannot read {run.events(0)}: {error.strerror}") from error
 
 
 def _first_host(run: RunFolder) -> str | None:
@@ -72,7 +75,7 @@ def _recorded_cluster(run: RunFolder) -> str | None:
     for path in run.path.glob("llmb-config_*.yaml"):
         try:
             record = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-        except yaml.YAMLError:  # edited by hand; the run itself is valid
+        except (yaml.YAMLError, OSError, ValueError, RecursionError):  # edited by hand; the run itself is valid
             continue
         info = record.get("cluster_info") if isinstance(record, dict) else None
         name = info.get("cluster_name") if isinstance(info, dict) else None

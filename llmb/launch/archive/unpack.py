@@ -21,9 +21,14 @@ from llmb.launch.archive.checksummed_file import CHUNK_BYTES, BoundedDecompresso
 from llmb.launch.archive.manifest import MANIFEST, ROOT, ArchivedFile, Manifest, check_manifest, check_name
 from llmb.launch.run_folder import printable_path, write_error
 
-MAX_MANIFEST_BYTES = 2**30
+MAX_MANIFEST_BYTES = 2**27  # of 300,000 files
+MAX_JSON_FILE_BYTES = 2**28  # of config.json, result.json and the like, which are parsed as a whole later
+MAX_FILE_BYTES = 2**36
+MAX_TOTAL_BYTES = 2**40
+MAX_PATH_PARTS = 16
+MAX_VALUES_PER_FILE = 16  # of the manifest; 7 for a run of one file
 MAX_HEADER_BYTES = 2**16  # of the pax header of a long name
-MAX_FILES = 2_000_000
+MAX_FILES = 300_000
 MAX_MTIME = 2**33  # seconds since 1970
 
 ByteProgress = Callable[[int], None]
@@ -72,15 +77,19 @@ def _read(file: BinaryIO, into: Path | None, progress: ByteProgress) -> Manifest
     manifest: Manifest | None = None
     files: list[ArchivedFile] = []
     names: set[str] = set()
+    total = 0  # as declared; each file's real size is compared with its manifest entry
     with tarfile.open(fileobj=BoundedDecompressor(file), mode="r|", tarinfo=RegularFileInfo) as tar:  # type: ignore[call-overload]
         while (member := tar.next()) is not None:
             if manifest is not None:
                 raise ConfigError("something follows its manifest")
             name = member.name.removeprefix(f"{ROOT}/")
             if name == MANIFEST:
-                manifest = _manifest(tar, member)
+                manifest = _manifest(tar, member, files)
                 continue
             _check(member, name, names)
+            total += member.size
+            if total > MAX_TOTAL_BYTES:
+                raise ConfigError(f"its files have more than {MAX_TOTAL_BYTES:,} bytes")
             files.append(_extract(tar, member, name, into, progress))
             tar.members = []  # else it keeps every header
     if manifest is None:
@@ -97,17 +106,25 @@ def _check(member: tarfile.TarInfo, name: str, names: set[str]) -> None:
         raise ConfigError(f"it holds {name} twice, or an origin.json")
     if not 0 <= member.mtime < MAX_MTIME:
         raise ConfigError(f"{name} has an invalid time")
+    if name.count("/") >= MAX_PATH_PARTS:
+        raise ConfigError(f"{name[:200]} lies more than {MAX_PATH_PARTS} folders deep")
+    limit = MAX_JSON_FILE_BYTES if name.endswith(".json") else MAX_FILE_BYTES
+    if member.size > limit:
+        raise ConfigError(f"{name} has {member.size:,} bytes; at most {limit:,} are taken")
     names.add(name)
     if len(names) > MAX_FILES:
         raise ConfigError(f"it holds more than {MAX_FILES:,} files")
 
 
-def _manifest(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Manifest:
+def _manifest(tar: tarfile.TarFile, member: tarfile.TarInfo, files: list[ArchivedFile]) -> Manifest:
     if member.size > MAX_MANIFEST_BYTES:
         raise ConfigError("its manifest is too large")
     stream = tar.extractfile(member)
     assert stream is not None, "it is a regular file"
-    return build(Manifest, json.loads(stream.read()), MANIFEST)
+    content = stream.read()
+    if content.count(b",") > MAX_VALUES_PER_FILE * (len(files) + 1):  # before it is parsed, to many times its size
+        raise ConfigError(f"its manifest lists more than its {len(files):,} files")
+    return build(Manifest, json.loads(content), MANIFEST)
 
 
 def _extract(

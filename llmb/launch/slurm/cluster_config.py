@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from llmb.config.serialization import create_new, temporary_path
 from llmb.errors import ConfigError, LaunchError
 from llmb.launch.slurm import sbatch_options
 from llmb.launch.slurm.cluster_file import load_yaml_as_text, section, to_current_schema
@@ -141,10 +142,9 @@ def write_cluster(path: Path, data: Mapping[str, Any]) -> Path | None:
     path = path.resolve()  # a link to a file that is shared stays a link
     backup = _back_up(path)
     mode = path.stat().st_mode & 0o777 if backup else 0o644  # a private file stays private
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = temporary_path(path)
     try:
-        temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        with open(create_new(temporary, mode), "w", encoding="utf-8") as file:
             file.write(as_yaml(data))
             file.flush()
             os.fsync(file.fileno())

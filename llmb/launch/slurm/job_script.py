@@ -21,7 +21,7 @@ from llmb.errors import ConfigError
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.secrets import is_secret
 from llmb.launch.slurm.cluster_config import Cluster
-from llmb.launch.slurm.sbatch_options import RESERVED_OPTIONS, merge_layers, parse_additional_params
+from llmb.launch.slurm.sbatch_options import RESERVED_OPTIONS, complete_option, merge_layers, parse_additional_params
 
 TIME_LIMIT_MARGIN_S = 180  # beyond the run's own limit: it should end by that one, and write its result
 SIGNAL_LEAD_S = 60  # from the signal to Slurm's limit; Slurm may send it up to a minute early
@@ -179,6 +179,7 @@ def _parse_slurm_args(arguments: Sequence[str]) -> dict[str, str]:
         name, _, value = text.partition("=")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
             raise ConfigError(f"--slurm-arg: expected key=value or a flag, without dashes before it, got {text!r}")
+        name = complete_option(name, "--slurm-arg")
         if name in OPTIONS_WITH_FLAGS:
             raise ConfigError(f"--slurm-arg {name}: has an option of its own, --{name}")
         if name in RESERVED_OPTIONS:

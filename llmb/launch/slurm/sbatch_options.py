@@ -62,6 +62,15 @@ def option_name(key: str, where: str) -> str:
     return name
 
 
+def complete_option(name: str, where: str) -> str:
+    """Return the option that sbatch takes an abbreviation for; a name that begins none may be a site plugin's."""
+    options = OPTIONS | RESERVED_OPTIONS
+    matches = [name] if name in options else sorted(option for option in options if option.startswith(name))
+    if len(matches) > 1:
+        raise ConfigError(f"{where}: {name} is ambiguous: {', '.join(matches)}")
+    return matches[0] if matches else name
+
+
 def is_option_variable(name: str) -> bool:
     """Return whether an environment variable is an input variable of sbatch."""
     return name.startswith("SBATCH_")
@@ -87,6 +96,7 @@ def parse_additional_params(text: str, where: str = "ADDITIONAL_SLURM_PARAMS") -
         name = name.strip().replace("_", "-")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
             raise ConfigError(f"{where}: expected key=value or a flag, joined by ';', got {item!r}")
+        name = complete_option(name, where)
         if name in RESERVED_OPTIONS:
             raise ConfigError(f"{where}: {name} is set by each run; leave it out")
         parsed[name] = _printable(value, f"{where}: {name}")

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from llmb.config.serialization import open_regular_file
 from llmb.errors import ConfigError
 
 BLOCK_BYTES = 256 << 10
@@ -38,7 +39,7 @@ class Line(NamedTuple):
 def open_log(path: Path, buffering: int = -1) -> BinaryIO:
     """Open a log for reading, or raise one clear line."""
     try:
-        return path.open("rb", buffering=buffering)
+        return open_regular_file(path, buffering)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 

@@ -1,0 +1,146 @@
+"""One damaged run folder never stops a command over all of them: it is named, listed as damaged, and skipped."""
+
+import json
+import os
+from datetime import datetime
+
+import pytest
+
+from llmb.cli.llmb_run import main
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import RunRequest
+from llmb.events import RunEnded, StepDone, append
+from llmb.launch.run_folder import RunFolder, store_path
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch, recipes):
+    """Three ended runs, of which the second is damaged by each test."""
+    monkeypatch.setenv("LLMB_INSTALL", str(tmp_path))
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    folders = [RunFolder.create(tmp_path, config, datetime(2026, 1, day)) for day in (1, 2, 3)]
+    for number, run in enumerate(folders, 1):
+        for step in range(1, config.workload.steps + 1):
+            append(run.events(0), StepDone(step=step, seconds=0.5, tokens=4096, loss=2.0))
+        append(run.events(0), RunEnded(status="ok"))
+        run.write_record(config, f"L{number}")
+    return folders
+
+
+def wrong_type(run):
+    with run.events(0).open("a") as events:
+        events.write('{"event": "StepDone", "step": "7"}\n')
+
+
+def deep_nesting(run):
+    with run.events(0).open("a") as events:
+        events.write("[" * 100_000 + "\n")
+
+
+def superscript_restart(run):
+    (run.path / "restart-²").mkdir()
+
+
+def superscript_rank(run):
+    (run.path / "events.rank².jsonl").touch()
+
+
+@pytest.mark.parametrize("damage", [wrong_type, deep_nesting, superscript_restart, superscript_rank])
+def test_damage_that_leaves_the_run_readable(runs, damage, capsys):
+    damage(runs[1])
+    assert main(["jobs", "rebuild"]) == 0
+    assert capsys.readouterr().out == "3 runs found\n"
+    assert main(["jobs", "--json"]) == 0
+    assert [json.loads(line)["status"] for line in capsys.readouterr().out.splitlines()] == ["ok"] * 3
+
+
+def fifo_events(run):
+    run.events(0).unlink()
+    os.mkfifo(run.events(0))
+
+
+def folder_as_events(run):
+    run.events(0).unlink()
+    run.events(0).mkdir()
+
+
+def listed_config(run):
+    run.config.write_text("[]")
+
+
+def nested_config(run):
+    run.config.write_text("[" * 100_000)
+
+
+def wrong_result(run):
+    run.result.write_text('{"status": 7}')
+
+
+def wrong_origin(run):
+    run.origin.write_text("{}")
+
+
+DAMAGES = [fifo_events, folder_as_events, listed_config, nested_config, wrong_result, wrong_origin]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folder_is_named_and_listed_and_the_others_come_back(runs, damage, capsys):
+    damage(runs[1])
+    assert main(["jobs", "rebuild"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "3 runs found, 1 of them damaged\n"
+    assert f"{runs[1].path} is damaged: " in printed.err
+    assert "internal error" not in printed.err
+    assert main(["jobs", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["run_dir"], row["status"]) for row in rows] == [
+        (str(run.path), status) for run, status in zip(runs, ["ok", "damaged", "ok"], strict=True)
+    ]
+    assert rows[1]["reason"]
+    assert main(["jobs", "--status", "damaged"]) == 0
+    assert rows[1]["job_id"] in capsys.readouterr().out
+    main(["jobs", "show", rows[1]["job_id"]])
+    assert "internal error" not in capsys.readouterr().err
+
+
+def test_rebuilding_twice_gives_the_same_table(runs, capsys):
+    wrong_result(runs[1])
+    tables = []
+    for _ in range(2):
+        assert main(["jobs", "rebuild"]) == 0
+        capsys.readouterr()
+        assert main(["jobs", "--json"]) == 0
+        tables.append(capsys.readouterr().out)
+        store_path(runs[0].install).unlink()
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("damage", [fifo_events, wrong_origin])
+def test_archive_of_everything_leaves_a_damaged_run_out_by_name(runs, damage, capsys, tmp_path):
+    damage(runs[1])
+    assert main(["archive", "--output", str(tmp_path / "all.tar.zst")]) == 0
+    printed = capsys.readouterr()
+    assert "2 runs" in printed.out
+    assert str(runs[1].path) in printed.err
+
+
+def test_import_beside_a_damaged_run_brings_the_others(runs, capsys, tmp_path, monkeypatch):
+    archive = tmp_path / "all.tar.zst"
+    assert main(["archive", "--output", str(archive)]) == 0
+    for run in runs:
+        wrong_origin(run)
+    assert main(["import", str(archive)]) == 0
+    assert "3 runs imported" in capsys.readouterr().out
+
+
+def test_active_row_whose_folder_is_damaged_does_not_hide_the_others(runs, capsys):
+    assert main(["jobs", "rebuild"]) == 0
+    wrong_result(runs[1])
+    from llmb.cli.jobs.jobs import open_store
+
+    with open_store() as store:
+        store.note("L2", status="running")
+    assert main(["jobs", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [json.loads(line)["status"] for line in printed.out.splitlines()[1:]] == ["ok", "damaged", "ok"]
+    assert str(runs[1].path) in printed.err
