@@ -12,6 +12,7 @@ from llmb.events import (
     HangReport,
     RequestDone,
     RunEnded,
+    RunResumed,
     RunStarted,
     ServingFacts,
     ServingSample,
@@ -20,7 +21,7 @@ from llmb.events import (
     append,
 )
 
-RecordedEvent = RunStarted | StepDone | RequestDone | ServingSample | ServingFacts | TimeSpent | HangReport
+RecordedEvent = RunStarted | RunResumed | StepDone | RequestDone | ServingSample | ServingFacts | TimeSpent | HangReport
 
 
 class EventRecorder:
