@@ -41,6 +41,17 @@ class RunStarted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunResumed:
+    """A run that continues from a checkpoint."""
+
+    time: float
+    rank: int = 0
+    step: int  # of the checkpoint
+    checkpoint: str
+    differences: tuple[str, ...] = ()  # from the run that wrote it, accepted by force_resume
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepDone:
     """One optimizer step. Null: unknown, as when an external log does not print it."""
 
@@ -226,6 +237,7 @@ class RunEnded:
 
 Event = (
     RunStarted
+    | RunResumed
     | StepDone
     | RequestDone
     | ServingSample

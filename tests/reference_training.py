@@ -1,8 +1,10 @@
 """A small Llama trained out of core and, as a reference, with autograd and torch.optim.AdamW."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from small_models import llama_model
@@ -14,11 +16,13 @@ from llmb.offload.bucket_params import param_slices
 from llmb.offload.buffer_views import bucket_tensors
 from llmb.offload.chunked_batches import ChunkedBatches
 from llmb.offload.cuda_streams import Streams
+from llmb.offload.offload_checkpoint import SCALES
 from llmb.offload.trainer import Trainer, TrainerSettings
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
 from llmb.runtime.adamw_settings import BETAS, WEIGHT_DECAY
+from llmb.runtime.checkpoint_folder import IDENTITY
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.runtime.token_data import TokenFile
 
@@ -33,6 +37,13 @@ LEAST = Plan(
     update="master", update_at="backward", resident_params=0, resident_grads=0, resident_states=0, param_blocks=2,
     grad_blocks=2, state_blocks=1, inp_slots=2, kv_slots=1, attn_slots=1, rest_slots=1, levels="FFF",
 )  # fmt: skip
+
+
+def older_version(checkpoint: Path) -> None:
+    """Leave of a checkpoint what a version without scales and checksums wrote."""
+    (checkpoint / SCALES).unlink()
+    content = json.loads((checkpoint / IDENTITY).read_text())
+    (checkpoint / IDENTITY).write_text(json.dumps({k: v for k, v in content.items() if k not in ("files", "crc32")}))
 
 
 def lr(step: int) -> float:

@@ -75,7 +75,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", metavar="TOKENS", help="the same as --set seqlen=TOKENS")
     add("--host-gb", metavar="GIB", help="out-of-core: host memory to use")
     add("--device-gb", metavar="GIB", help="device memory to use: out-of-core, or a true-width proxy")
-    force_help = "accept a GPU type, dtype or scale the recipe does not list, or too little memory (one run only)"
+    force_help = (
+        "accept a GPU type, dtype or scale the recipe does not list, too little memory, or a resume with other data, "
+        "schedule or number formats (one run only)"
+    )
     add("--force", action="store_true", help=force_help)
 
 
@@ -145,6 +148,8 @@ def run_selection(options: argparse.Namespace) -> Any:
     settings += [Setting(field=f, value=v, source=flag) for f, v, flag in shortcuts if v is not None]
     settings += [Setting(field="engine", value=options.engine, source="--engine")] if options.engine else []
     settings += from_arguments(options.set)
+    if options.force and any(setting.field == "resume" for setting in settings):
+        settings.append(Setting(field="force_resume", value=True, source="--force"))
     size = _flag_or_variable(options.size, "MODEL_SIZE", "-s")
     dtypes = _flag_or_variable(options.dtype, "DTYPE", "--dtype")
     scales = _flag_or_variable(options.scale, "JOB_TOTAL_GPUS", "--scale")

@@ -227,6 +227,7 @@ class Training:
     data: str | None = None  # a token file; none: synthetic tokens
     checkpoint_every: int | None = None  # steps between checkpoints; none: no checkpoints
     resume: str | None = None  # folder of checkpoints to resume from
+    force_resume: bool = False  # although data, schedule or number formats are not those of the checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +317,7 @@ class OutOfCore:
     pack: bool = False  # no attention across documents of a token file
     checkpoint_every: int | None = None
     resume: str | None = None
+    force_resume: bool = False
     export: str | None = None  # write the trained weights to this folder in Hugging Face's layout; none: not written
     plan: Plan | None = None  # set when the run is resolved
     prediction: Prediction | None = None

@@ -1,8 +1,8 @@
 """Checkpoints of out-of-core training: every parameter bucket with its optimizer state, bit for bit, a file each.
 
     identity = checkpoint_identity(model, plan, workload, data)
-    path = resume_checkpoint(workload, folder, identity)    # then tensors = load(path, bucket) for every bucket
-    scales = load_scales(path)                              # none: not fp8, or an older checkpoint
+    point = resume_point(workload, folder, identity)        # then tensors = load(point.path, bucket) for every bucket
+    scales = load_scales(point.path)                        # none: not fp8, or an older checkpoint
     save(folder, step, ((bucket, tensors) for ...), identity, scales)
 
 Nothing in it depends on how the plan divides a step, so a run may be resumed with other budgets. The dtype and the
@@ -13,6 +13,7 @@ is. Commit and retention are in `llmb/runtime/checkpoint_folder.py`.
 """
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import Model, OutOfCore
 from llmb.errors import ConfigError, LaunchError
 from llmb.runtime import checkpoint_folder
-from llmb.runtime.token_data import TokenFile
+from llmb.runtime.checkpoint_checksums import checksums
+from llmb.runtime.token_data import TokenFile, data_course
 
 FORMAT = 1  # incremented whenever a tensor of the same name changes its meaning
 SCALES = "scales.safetensors"
-SCHEDULE = ("lr", "lr_warmup_steps", "lr_decay_steps")  # recorded, but a run may resume with another
+REQUIRED = ("model.", "dtype", "update")  # beginnings of the names that decide which tensors there are
 
 CheckpointIdentity = dict[str, Any]
 
@@ -37,16 +39,17 @@ CheckpointIdentity = dict[str, Any]
 def checkpoint_identity(model: Model, plan: Plan, workload: OutOfCore, data: TokenFile | None) -> CheckpointIdentity:
     """Return what determines a checkpoint's values: model shape, dtypes, order of the data, and learning rate."""
     shape = {f"model.{name}": value for name, value in to_plain(model).items() if name != "name"}
-    dtypes = {"dtype": plan.dtype, "update": plan.update}
-    order: CheckpointIdentity = {"seqlen": plan.seqlen, "gbs": plan.gbs, "seed": workload.seed, "pack": workload.pack}
-    order["data"] = None if data is None else to_plain(data.header)  # a file may move
-    return shape | dtypes | order | {name: getattr(workload, name) for name in SCHEDULE}
+    dtypes = {"dtype": plan.dtype, "update": plan.update, "pack": workload.pack}
+    return shape | dtypes | data_course(workload, plan.gbs, data)
 
 
-def resume_checkpoint(workload: OutOfCore, folder: Path, identity: CheckpointIdentity) -> Path | None:
-    """Return the checkpoint that a run in this folder resumes from, checked against its identity; none: a new run."""
-    required = {name: value for name, value in identity.items() if name not in SCHEDULE}
-    return checkpoint_folder.resume_checkpoint(workload, folder, required, FORMAT)
+def resume_point(
+    workload: OutOfCore, folder: Path, identity: CheckpointIdentity
+) -> checkpoint_folder.ResumePoint | None:
+    """Return where a run in this folder resumes, checked against its identity; none: a new run."""
+    required = {name: value for name, value in identity.items() if name.startswith(REQUIRED)}
+    expected = {name: value for name, value in identity.items() if name not in required}
+    return checkpoint_folder.resume_point(workload, folder, required, expected, FORMAT)
 
 
 def save(
@@ -61,11 +64,16 @@ def save(
     written = 0
     try:
         partial = checkpoint_folder.create_partial(final)
-        for bucket, tensors in buckets:
-            written += _write(_file(partial, bucket), tensors)
-        if scales is not None:
-            written += _write(partial / SCALES, scales)
-        checkpoint_folder.commit(final, identity, FORMAT)
+        with ThreadPoolExecutor(max_workers=1) as reader:  # the checksum of a file while the next is written
+            futures = []
+            for bucket, tensors in buckets:
+                written += _write(_file(partial, bucket), tensors)
+                futures.append(reader.submit(checksums, [_file(partial, bucket)]))
+            if scales is not None:
+                written += _write(partial / SCALES, scales)
+                futures.append(reader.submit(checksums, [partial / SCALES]))
+            files = {name: file for future in futures for name, file in future.result().items()}
+        checkpoint_folder.commit(final, identity, FORMAT, files)
     except (OSError, SafetensorError) as error:
         checkpoint_folder.discard_partial(final)
         cause = checkpoint_folder.root_cause(error)

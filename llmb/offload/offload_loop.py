@@ -24,7 +24,7 @@ from llmb.offload.offload_checkpoint import (
     checkpoint_identity,
     load,
     load_scales,
-    resume_checkpoint,
+    resume_point,
     save,
 )
 from llmb.offload.offload_profiler import StreamProfiler
@@ -36,7 +36,8 @@ from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
 from llmb.runtime.adamw_settings import learning_rate
-from llmb.runtime.checkpoint_folder import checkpoint_step
+from llmb.runtime.checkpoint_checksums import CheckpointCheck, damaged_error
+from llmb.runtime.checkpoint_folder import ResumePoint, record_resume
 from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import is_out_of_memory
 from llmb.runtime.provenance import run_started
@@ -54,10 +55,11 @@ def train(config: RunConfig, recorder: EventRecorder) -> None:
     folder = recorder.path.parent
     data = open_token_file(workload, config.model.vocab)
     identity = checkpoint_identity(config.model, plan, workload, data)
-    resumed = resume_checkpoint(workload, folder, identity)
+    resumed = resume_point(workload, folder, identity)
     rank_info = init_distributed(config, ENGINE)
     check_dtypes(rank_info.device, dtype=config.precision.dtype)
     recorder.add(run_started(rank_info, fallback_lines(rank_info.device, TRAINING_FEATURES)))
+    record_resume(recorder, resumed)
     with explain_out_of_memory(rank_info.device, workload), GpuSampler(recorder, rank_info.device):
         batches = ChunkedBatches(config.model, plan, workload.seed, data, workload.pack, rank_info.device)
         trainer = create_trainer(config.model, workload, plan, rank_info.device, batches)
@@ -87,19 +89,24 @@ def create_trainer(
     return Trainer(model, plan, device, settings, batches, partial(learning_rate, workload=workload))
 
 
-def load_weights(trainer: Trainer, resumed: Path | None) -> None:
+def load_weights(trainer: Trainer, resumed: ResumePoint | None) -> None:
     """Initialise the weights, or load a checkpoint with its optimizer state and, in fp8, scales."""
     if resumed is None:
         trainer.initialise()
         return
-    for bucket in trainer.buckets:
-        saved = load(resumed, bucket)
-        for name, tensor in trainer.bucket_state(bucket).items():
-            tensor.copy_(saved[name])
-    scales = load_scales(resumed)
+    checking, path = CheckpointCheck(resumed.path), resumed.path
+    try:
+        for bucket in trainer.buckets:
+            saved = load(path, bucket)
+            for name, tensor in trainer.bucket_state(bucket).items():
+                tensor.copy_(saved[name])
+        scales = load_scales(path)
+    finally:  # a damaged file explains any other error
+        if (damage := checking.damage()) is not None:
+            raise damaged_error(path, damage)
     if trainer.plan.dtype == "fp8" and scales is None:
-        print(f"scales: none in {resumed}, measured anew", flush=True)
-    trainer.resume(checkpoint_step(resumed), scales)
+        print(f"scales: none in {path}, measured anew", flush=True)
+    trainer.resume(resumed.step, scales)
 
 
 def run_steps(
@@ -107,11 +114,11 @@ def run_steps(
     workload: OutOfCore,
     recorder: EventRecorder,
     trainer: Trainer,
-    resumed: Path | None,
+    resumed: ResumePoint | None,
     identity: CheckpointIdentity,
 ) -> None:
     """Run all steps, with their checkpoints; after the last no update is pending."""
-    steps = range(checkpoint_step(resumed) + 1 if resumed else 1, workload.steps + 1)
+    steps = range(resumed.step + 1 if resumed else 1, workload.steps + 1)
     folder = recorder.path.parent
     profiler = StreamProfiler(folder, config, workload, steps, trainer)
     reporter = StepReporter(config, workload, recorder, trainer, resumed_at=steps[0] if resumed else None)

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from llmb.config.load_settings import LoadConfig, load_settings_of
 from llmb.config.spec import Inference, RunConfig
-from llmb.events import Event, RunStarted, StepDone
+from llmb.events import Event, RunResumed, RunStarted, StepDone
 from llmb.perfmodel import metrics
 from llmb.perfmodel.hardware import gpu_key
 from llmb.results.device_warnings import device_cautions
@@ -31,6 +31,10 @@ def cautions(
     warnings = [*_about_samples(config, fields), *_about_ranks(fields.get("slow_ranks", ()))]
     warnings += _about_loss(config, [step.loss for step in steps if step.loss is not None])
     warnings += [*_about_serving(config, fields, events), *_about_config(config, fields)]
+    for event in events:
+        if isinstance(event, RunResumed) and event.differences:
+            text = f"resumed although {event.checkpoint} was made with {'; '.join(event.differences)}"
+            warnings.append(("FORCED_RESUME", f"{text}: losses are those of neither run"))
     start = next((e for e in events if isinstance(e, RunStarted)), None)
     if config is not None and start is not None:
         warnings += _about_machine(config, start)

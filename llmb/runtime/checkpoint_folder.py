@@ -3,18 +3,26 @@
     checkpoints/step_10/           complete: renamed to this name last
     checkpoints/step_15.partial/   being written, or left behind by a run that was killed
 
-`checkpoint.json` beside the tensors identifies the run, so that an incompatible resume is refused with the reason.
+`checkpoint.json` beside the tensors identifies the run, so that an incompatible resume is refused with the reason, and
+has the checksums of all files (`checkpoint_checksums.py`).
 """
 
+import json
 import os
 import re
 import shutil
+import sys
+import time
+import zlib
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llmb.config.serialization import current_names, read_json, to_json
-from llmb.config.spec import OutOfCore, Training
+from llmb.config.serialization import current_names, read_json, to_json, to_plain
+from llmb.config.spec import Model, OutOfCore, Training
 from llmb.errors import ConfigError
+from llmb.events import RunResumed
+from llmb.runtime.recorder import EventRecorder
 
 KEEP_LATEST = 2  # complete checkpoints; the older one is a backup of the newer
 FOLDER = "checkpoints"  # of the run folder
@@ -24,41 +32,80 @@ _COMPLETE = re.compile(r"step_(\d+)")
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # format of libraries written in Rust
 
 
-def resume_checkpoint(
-    workload: Training | OutOfCore, folder: Path, identity: dict[str, Any], format_version: int
-) -> Path | None:
-    """Return the checkpoint that a run in this folder resumes from, checked against `identity`; None: a new run."""
-    checkpoint = None if workload.resume is None else latest_checkpoint(Path(workload.resume))
-    if checkpoint is not None:
-        saved = current_names("Model", read_json(checkpoint / IDENTITY), prefix="model.")
+FileChecksums = dict[str, dict[str, int]]  # size and CRC-32 by file name
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint from which a run continues, and how the run differs from the one that wrote it."""
+
+    path: Path
+    differences: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return checkpoint_step(self.path)
+
+
+def resume_point(
+    workload: Training | OutOfCore,
+    folder: Path,
+    required: dict[str, Any],
+    expected: dict[str, Any],
+    format_version: int,
+) -> ResumePoint | None:
+    """Return where a run in this folder resumes; None: a new run.
+
+    What is `required` must be as in the checkpoint. What is `expected` and recorded there (data, its order, schedule,
+    number formats) decides whether the run computes what the other would have: differences need `force_resume`.
+    """
+    point = None
+    if workload.resume is not None:
+        path = latest_checkpoint(Path(workload.resume))
+        saved = _with_model_defaults(current_names("Model", read_identity(path), prefix="model."))
         if (saved_format := saved.get("format", 1)) != format_version:
             raise ConfigError(
-                f"resume: {checkpoint} has format {saved_format}, this version of llmb reads format "
-                f"{format_version} only"
+                f"resume: {path} has format {saved_format}, this version of llmb reads format {format_version} only"
             )
-        for name, value in identity.items():
+        for name, value in required.items():
             if saved.get(name) != value:
-                raise ConfigError(f"resume: {checkpoint} was made with {_difference(name, saved.get(name), value)}")
-        if checkpoint_step(checkpoint) >= workload.steps:
-            raise ConfigError(f"resume: {checkpoint} is past the last step, {workload.steps}; raise steps to continue")
+                raise ConfigError(f"resume: {path} was made with {_difference(name, saved.get(name), value)}")
+        differences = [
+            _difference(name, saved[name], value)
+            for name, value in expected.items()
+            if name in saved and saved[name] != value
+        ]
+        if differences and not workload.force_resume:
+            raise ConfigError(f"resume: {path} was made with {'; '.join(differences)}; --force continues all the same")
+        if checkpoint_step(path) >= workload.steps:
+            raise ConfigError(f"resume: {path} is past the last step, {workload.steps}; raise steps to continue")
+        point = ResumePoint(path, tuple(differences))
     existing = complete_checkpoints(folder / FOLDER)
-    resumed_step = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    resumed_step = 0 if point is None else point.step
     if workload.checkpoint_every is not None and existing and checkpoint_step(existing[-1]) > resumed_step:
         raise ConfigError(f"{existing[-1]} already exists; resume={folder} continues from it")
-    return checkpoint
+    return point
 
 
-def precision_change(checkpoint: Path, precision: dict[str, Any]) -> str | None:
-    """Return in one line how the number formats of a run differ from those of the run that wrote a checkpoint.
+def record_resume(recorder: EventRecorder, point: ResumePoint | None) -> None:
+    """Record where a run continues and print how it differs, on the first rank."""
+    if point is None or recorder.rank:
+        return
+    for difference in point.differences:
+        print(f"warning: resume: {point.path} was made with {difference}", file=sys.stderr, flush=True)
+    checkpoint, differences = str(point.path), point.differences
+    recorder.add(RunResumed(time=time.time(), step=point.step, checkpoint=checkpoint, differences=differences))
 
-    None: in nothing, or it does not record them. The run continues, only not bit for bit as the other would have.
-    """
-    saved = read_json(checkpoint / IDENTITY).get("precision", precision)
-    changed = [name for name, value in precision.items() if saved.get(name) != value]
-    if not changed:
-        return None
-    before, now = (", ".join(f"{name}={run.get(name)}" for name in changed) for run in (saved, precision))
-    return f"resume: {checkpoint} was made with {before}, this run has {now}"
+
+def read_identity(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of `checkpoint.json`; raise ConfigError if it is damaged."""
+    content = read_json(checkpoint / IDENTITY)
+    if not isinstance(content, dict):
+        raise ConfigError(f"resume: {checkpoint / IDENTITY} is damaged: it is not a JSON object")
+    crc32 = content.pop("crc32", None)
+    if crc32 is not None and crc32 != _crc32(content):
+        raise ConfigError(f"resume: {checkpoint / IDENTITY} is damaged: its checksum differs")
+    return content
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -73,9 +120,11 @@ def checkpoint_step(path: Path) -> int:
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """Return the newest complete checkpoint of a run folder or of its checkpoints folder."""
+    """Return the newest complete checkpoint of a run folder or of its checkpoints folder, or this very checkpoint."""
     if not folder.is_dir():
         raise ConfigError(f"resume: there is no folder {folder}")
+    if _COMPLETE.fullmatch(folder.name) and (folder / IDENTITY).is_file():
+        return folder
     checkpoints = complete_checkpoints(folder / FOLDER) or complete_checkpoints(folder)
     if not checkpoints:
         raise ConfigError(f"resume: {folder} holds no complete checkpoint (checkpoints/step_<number>)")
@@ -100,10 +149,12 @@ def create_partial(final: Path) -> Path:
     return partial
 
 
-def commit(final: Path, identity: dict[str, Any], format_version: int) -> None:
+def commit(final: Path, identity: dict[str, Any], format_version: int, files: FileChecksums) -> None:
     """Write the identity, rename the folder to its final name and delete old checkpoints; all tensors are on disk."""
     partial = partial_path(final)
-    _write_durably(partial / IDENTITY, to_json({"format": format_version, "step": checkpoint_step(final)} | identity))
+    content = {"format": format_version, "step": checkpoint_step(final)} | identity | {"files": files}
+    content = json.loads(to_json(content))  # as it will be read
+    _write_durably(partial / IDENTITY, to_json(content | {"crc32": _crc32(content)}))
     fsync(partial)
     partial.rename(final)
     fsync(final.parent)
@@ -138,10 +189,20 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _with_model_defaults(saved: dict[str, Any]) -> dict[str, Any]:
+    """Add the fields of a model that did not exist when a checkpoint was written."""
+    defaults = {f"model.{f.name}": to_plain(f.default) for f in fields(Model) if f.default is not MISSING}
+    return defaults | saved
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
 def _difference(name: str, saved: Any, current: Any) -> str:
     """Describe the first field in which two values differ."""
     if isinstance(saved, dict) and isinstance(current, dict):
-        inner = next(field for field in {**current, **saved} if saved.get(field) != current.get(field))
+        inner = next(key for key in {**current, **saved} if saved.get(key) != current.get(key))
         return _difference(f"{name}.{inner}", saved.get(inner), current.get(inner))
     return f"{name}={saved}, this run has {current}"
 

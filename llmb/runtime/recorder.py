@@ -13,6 +13,7 @@ from llmb.events import (
     HangReport,
     RequestDone,
     RunEnded,
+    RunResumed,
     RunStarted,
     ServingFacts,
     ServingSample,
@@ -21,7 +22,9 @@ from llmb.events import (
     append,
 )
 
-RecordedEvent = RunStarted | StepDone | RequestDone | ServingSample | ServingFacts | GpuSample | TimeSpent | HangReport
+RecordedEvent = (
+    RunStarted | RunResumed | StepDone | RequestDone | ServingSample | ServingFacts | GpuSample | TimeSpent | HangReport
+)
 
 
 class EventRecorder:

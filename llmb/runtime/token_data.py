@@ -5,15 +5,21 @@ however it is split into ranks and micro-batches, every token is a label once pe
 where it stopped. Unless seqlen divides the text, each epoch splits it at different offsets.
 """
 
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from llmb.config.lr_schedule import LR_FIELDS
+from llmb.config.serialization import to_plain
 from llmb.config.spec import OutOfCore, Training
 from llmb.errors import ConfigError
 from llmb.formats.token_file import HEADER, read_header
+
+FINGERPRINT_PIECES, PIECE_TOKENS = 64, 1 << 14
 
 
 def open_token_file(workload: Training | OutOfCore, vocab: int) -> "TokenFile | None":
@@ -23,6 +29,14 @@ def open_token_file(workload: Training | OutOfCore, vocab: int) -> "TokenFile | 
     data = TokenFile(Path(workload.data))
     data.check_fits(vocab, workload.seqlen)
     return data
+
+
+def data_course(workload: Training | OutOfCore, gbs: int, data: "TokenFile | None") -> dict[str, Any]:
+    """Return what decides the batches and learning rates of all steps; a file may move."""
+    order: dict[str, Any] = {"seqlen": workload.seqlen, "gbs": gbs, "seed": workload.seed}
+    order["data"] = None if data is None else to_plain(data.header)
+    order["data_fingerprint"] = None if data is None else data.fingerprint()
+    return order | {name: getattr(workload, name) for name in LR_FIELDS}
 
 
 class TokenFile:
@@ -44,6 +58,13 @@ class TokenFile:
             raise ConfigError(
                 f"{self.path} has {self.header.tokens} tokens, too few for one sequence of {seqlen} and a label"
             )
+
+    def fingerprint(self) -> int:
+        """Return a checksum of pieces from the whole file: another text of the same length has another one."""
+        crc32 = 0
+        for start in np.linspace(0, max(0, self.header.tokens - PIECE_TOKENS), FINGERPRINT_PIECES, dtype=np.int64):
+            crc32 = zlib.crc32(self._tokens[start : start + PIECE_TOKENS].tobytes(), crc32)
+        return crc32
 
     def sequences(self, first: int, shape: tuple[int, int], device: torch.device) -> Tensor:
         """Return sequences `first` and following as int64 [sequences, tokens with the label]."""

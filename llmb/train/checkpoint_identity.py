@@ -10,23 +10,29 @@ from llmb.config.native.number_formats import fp8_recipe
 from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig, Training
 from llmb.runtime import checkpoint_folder
+from llmb.runtime.token_data import TokenFile, data_course
 
 FORMAT = 2  # incremented when a tensor of the same name and shape changes its meaning; 1 was not recorded
 
 
-def resume_checkpoint(config: RunConfig, workload: Training, folder: Path) -> Path | None:
-    """Return the checkpoint that a run resumes from, checked against its configuration; None: a new run."""
-    return checkpoint_folder.resume_checkpoint(workload, folder, identity(config, workload), FORMAT)
+def resume_point(
+    config: RunConfig, workload: Training, data: TokenFile | None, folder: Path
+) -> checkpoint_folder.ResumePoint | None:
+    """Return where a run resumes, checked against its configuration; None: a new run."""
+    expected = course(config, workload, data)
+    return checkpoint_folder.resume_point(workload, folder, identity(config), expected, FORMAT)
 
 
-def identity(config: RunConfig, workload: Training) -> dict[str, Any]:
-    """Return what must match for a bit-exact resume: model shape, dtype and data order."""
+def identity(config: RunConfig) -> dict[str, Any]:
+    """Return what decides which tensors there are: model shape and dtype."""
     shape = {f"model.{name}": value for name, value in to_plain(config.model).items() if name != "name"}
-    data = {name: getattr(workload, name) for name in ("seqlen", "gbs", "seed")}
-    return shape | {"dtype": config.precision.dtype} | data
+    return shape | {"dtype": config.precision.dtype}
 
 
-def precision(config: RunConfig, workload: Training) -> dict[str, Any]:
-    """Return the number formats that a resumed run may change, with a warning."""
+def course(config: RunConfig, workload: Training, data: TokenFile | None) -> dict[str, Any]:
+    """Return what decides how training goes on: data and their order, learning rate, number formats.
+
+    The position in the data follows from step, gbs and seqlen.
+    """
     formats = {name: getattr(workload, name) for name in ("master_weights", "gradients", "moments")}
-    return {"fp8_recipe": fp8_recipe(config)} | formats
+    return data_course(workload, workload.gbs, data) | {"fp8_recipe": fp8_recipe(config)} | formats

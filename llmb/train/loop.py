@@ -23,7 +23,7 @@ from llmb.events import TimeSpent
 from llmb.models.architectures import Network
 from llmb.ops.device_capabilities import TRAINING_FEATURES, check_dtypes, fallback_lines
 from llmb.runtime.adamw_settings import learning_rate
-from llmb.runtime.checkpoint_folder import checkpoint_step
+from llmb.runtime.checkpoint_folder import record_resume
 from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.profile_window import check_gpu_metrics
@@ -34,7 +34,7 @@ from llmb.runtime.run_ending import Diverged
 from llmb.runtime.step_log import MeasuredStep, StepReport
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.runtime.token_data import TokenFile, open_token_file
-from llmb.train.checkpoint_identity import resume_checkpoint
+from llmb.train.checkpoint_identity import resume_point
 from llmb.train.cuda_graphs import MicroBatchGraph
 from llmb.train.llama_layers import begin_step, quantize_weights
 from llmb.train.nonfinite import find_first_nonfinite
@@ -81,8 +81,8 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     check_gpu_metrics(config.profile)
     data = open_token_file(workload, config.model.vocab)
     folder = recorder.path.parent
-    checkpoint = resume_checkpoint(config, workload, folder)
-    steps = range(checkpoint_step(checkpoint) + 1 if checkpoint else 1, workload.steps + 1)
+    checkpoint = resume_point(config, workload, data, folder)
+    steps = range(checkpoint.step + 1 if checkpoint else 1, workload.steps + 1)
     mesh = init_mesh(config)
     process = RankInfo(recorder.rank, mesh.world_size, mesh.device)  # whose rank is 0 where one rank runs alone
     timer = StepTimer(mesh.device, mesh.world_size)
@@ -94,11 +94,12 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     check_dtypes(mesh.device, dtype=config.precision.dtype)
     features = TRAINING_FEATURES if config.precision.dtype != "fp32" else ("triton",)
     recorder.add(run_started(process, fallback_lines(mesh.device, features)))
+    record_resume(recorder, checkpoint)
     with advise_on_oom(mesh.device, config), GpuSampler(recorder, mesh.device):
         job, model_parts, optimizer = build_training(job)
         with open_checkpointer(job, folder, model_parts, optimizer) as checkpointer:
             if checkpointer is not None and checkpoint is not None:
-                checkpointer.load(checkpoint)
+                checkpointer.load(checkpoint.path)
             for step in steps:
                 profiler.before_step(step)
                 timer.start()
@@ -127,7 +128,7 @@ def open_checkpointer(
         return nullcontext()
     from llmb.train.train_checkpoint import Checkpointer
 
-    return Checkpointer(folder, job.config, job.workload, job.mesh, model_parts, optimizer)
+    return Checkpointer(folder, job.config, job.workload, job.data, job.mesh, model_parts, optimizer)
 
 
 def build_training(job: TrainJob) -> tuple[TrainJob, list[Network], Optimizer]:

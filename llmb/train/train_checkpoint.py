@@ -8,7 +8,6 @@ Batch and learning rate are functions of the step and training draws no random n
     llmb-run submit ... --set checkpoint_every=10        then        llmb-run submit ... --set resume=<run folder>
 """
 
-import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,10 @@ from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import Network
 from llmb.runtime import checkpoint_folder
-from llmb.train.checkpoint_identity import FORMAT, identity, precision
+from llmb.runtime.checkpoint_checksums import CheckpointCheck, checksums, damaged_error
+from llmb.runtime.checkpoint_folder import FileChecksums
+from llmb.runtime.token_data import TokenFile
+from llmb.train.checkpoint_identity import FORMAT, course, identity
 from llmb.train.chunked_tensor import (
     ChunkedTensor,
     bucket_tensors,
@@ -52,12 +54,14 @@ class Checkpointer:
         folder: Path,
         config: RunConfig,
         workload: Training,
+        data: TokenFile | None,
         mesh: Mesh,
         model_parts: Sequence[Network],
         optimizer: Optimizer,
     ):
         self._folder = folder
-        self._config, self._workload, self._mesh = config, workload, mesh
+        self._identity = identity(config) | course(config, workload, data)
+        self._workload, self._mesh = workload, mesh
         self._model_parts, self._optimizer = model_parts, optimizer
         self._stager = BlockingAsyncStager(cache_staged_state_dict=mesh.device.type == "cuda")  # in pinned memory
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -67,24 +71,28 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if needs_group and mesh.world_size > 1 else None
 
     def load(self, path: Path) -> None:
-        """Load the training state in place; warn if it was computed in other number formats."""
-        change = checkpoint_folder.precision_change(path, precision(self._config, self._workload))
-        if change is not None and self._mesh.rank == 0:
-            print(f"llmb.train: warning: {change}", file=sys.stderr, flush=True)
+        """Load the training state in place, and check the files beside it; raise ConfigError if one is damaged."""
+        checking = CheckpointCheck(path, self._mesh.rank, self._mesh.world_size)
         self._optimizer.init_state()
         tensors = state_tensors(self._model_parts, self._optimizer)
         reader = dcp.FileSystemReader(path)
+        failure: BaseException | None = None
         try:
             saved = reader.read_metadata().state_dict_metadata
             for name in [name for name in tensors if name.startswith(SCALES) and name not in saved]:
                 del tensors[name]  # computed anew
             _check_tensors(path, saved, tensors, self._all_names(tensors))
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
-            self._restore(tensors)
         except ConfigError:
             raise
-        except FAILURES as error:
-            raise ConfigError(f"resume: cannot read checkpoint {path}: {_reason(error)}") from error
+        except FAILURES as error:  # of all ranks: they load together
+            failure = error
+        damage = next(filter(None, self._gather(checking.damage())), None)
+        if damage is not None:
+            raise damaged_error(path, damage) from failure
+        if failure is not None:
+            raise ConfigError(f"resume: cannot read checkpoint {path}: {_reason(failure)}") from failure
+        self._restore(tensors)
 
     @torch.no_grad()
     def _restore(self, tensors: dict[str, Tensor]) -> None:
@@ -104,11 +112,15 @@ class Checkpointer:
 
     def _all_names(self, tensors: dict[str, Tensor]) -> set[str]:
         """Return the tensor names of all ranks; pipeline ranks have different ones."""
+        return set().union(*self._gather(sorted(tensors)))
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
         if self._group is None:
-            return set(tensors)
-        names: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(names, sorted(tensors), group=self._group)
-        return set().union(*names)
+            return [value]
+        values: list[Any] = [None] * self._mesh.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def after_step(self, step: int) -> None:
         """Start a checkpoint if one is due; the training thread blocks only while tensors are copied."""
@@ -153,12 +165,23 @@ class Checkpointer:
                 dist.barrier(self._group)  # else rank 0 could delete, as left by a killed run, what another one created
             writer = dcp.FileSystemWriter(checkpoint_folder.partial_path(final))
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            files = self._checksums(checkpoint_folder.partial_path(final))
             if is_rank0:
-                recipe = {"precision": precision(self._config, self._workload)}
-                checkpoint_folder.commit(final, identity(self._config, self._workload) | recipe, FORMAT)
+                checkpoint_folder.commit(final, self._identity, FORMAT, files)
         except FAILURES as error:
             checkpoint_folder.discard_partial(final)
             raise LaunchError(f"cannot write checkpoint {final}: {_reason(error)}") from error
+
+    def _checksums(self, partial: Path) -> FileChecksums:
+        """Return the checksums of the files of all ranks; each reads its own, which it has just written."""
+        written = [
+            *partial.glob(f"__{self._mesh.rank}_*"),
+            *(partial.glob(".metadata") if self._mesh.rank == 0 else ()),
+        ]
+        merged: FileChecksums = {}
+        for files in self._gather(checksums(written)):
+            merged |= files
+        return merged
 
 
 def state_tensors(model_parts: Sequence[Network], optimizer: Optimizer) -> dict[str, Tensor]:

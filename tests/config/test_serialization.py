@@ -17,7 +17,7 @@ from llmb.config.spec import Parallel, Precision, RunConfig, Training
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import TYPES, HangReport, RequestDone, RunEnded, read
 from llmb.results.result import Result
-from llmb.runtime.checkpoint_folder import resume_checkpoint
+from llmb.runtime.checkpoint_folder import ResumePoint, resume_point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +174,10 @@ def test_checkpoint_with_old_names_resumes(tmp_path):
     saved = {"format": 2, "step": 3, "model.latent": None, "model.attention_cap": 30.0, "model.layers": 2}
     (checkpoint / "checkpoint.json").write_text(json.dumps(saved))
     work = Training(seqlen=1, mbs=1, gbs=1, ga=1, steps=9, resume=str(tmp_path / "old"))
-    identity = {"model.mla": None, "model.attn_logit_softcap": 30.0, "model.layers": 2}
-    assert resume_checkpoint(work, tmp_path / "new", identity, 2) == checkpoint
+    identity = {"model.mla": None, "model.attn_logit_softcap": 30.0, "model.layers": 2, "model.norm_eps": 1e-5}
+    assert resume_point(work, tmp_path / "new", identity, {"lr": 1.0}, 2) == ResumePoint(checkpoint)  # lr: not recorded
     with pytest.raises(ConfigError, match=r"attn_logit_softcap=30\.0, this run has 20\.0"):
-        resume_checkpoint(work, tmp_path / "new", identity | {"model.attn_logit_softcap": 20.0}, 2)
+        resume_point(work, tmp_path / "new", identity | {"model.attn_logit_softcap": 20.0}, {}, 2)
 
 
 def test_recipe_with_old_names_loads(tmp_path, recipes):

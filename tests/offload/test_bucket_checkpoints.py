@@ -20,7 +20,7 @@ from torch import Tensor
 from llmb.config.spec import OutOfCore, RopeConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.formats.token_file import TokenWriter
-from llmb.offload.offload_checkpoint import checkpoint_identity, load, resume_checkpoint, save
+from llmb.offload.offload_checkpoint import checkpoint_identity, load, resume_point, save
 from llmb.runtime.checkpoint_folder import checkpoint_step, complete_checkpoints, latest_checkpoint
 from llmb.runtime.token_data import TokenFile
 
@@ -126,7 +126,7 @@ def test_incompatible_checkpoint_is_refused_in_one_line(tmp_path: Path, changes:
     save(tmp_path, 2, [(0, unit_of("master", 0))], checkpoint_identity(**created))
     now = created | changes | ({"data": data(changes["data"])} if "data" in changes else {})
     with pytest.raises(ConfigError) as error:
-        resume_checkpoint(replace(now["workload"], resume=str(tmp_path)), tmp_path / "next", checkpoint_identity(**now))
+        resume_point(replace(now["workload"], resume=str(tmp_path)), tmp_path / "next", checkpoint_identity(**now))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -136,10 +136,14 @@ def test_run_resumes_with_another_plan_and_learning_rate(tmp_path: Path) -> None
     second = replace(PLAN, chunk_tokens=32, groups_per_round=4, resident_params=3, levels="I" * 8, update_at="backward")
     work = replace(WORK, lr=1e-4, lr_warmup_steps=5, resume=str(tmp_path))
     identity = checkpoint_identity(MODEL, second, work, None)
-    assert resume_checkpoint(work, tmp_path, identity) == latest_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"lr=0.001, this run has 0.0001; lr_warmup_steps=0, this run has 5; --force"):
+        resume_point(work, tmp_path, identity)
+    point = resume_point(replace(work, force_resume=True), tmp_path, identity)
+    assert point is not None
+    assert (point.path, len(point.differences)) == (latest_checkpoint(tmp_path), 2)
     with pytest.raises(ConfigError, match=r"step_2 already exists; resume=.* continues from it"):
-        resume_checkpoint(WORK, tmp_path, FACTS)
-    assert resume_checkpoint(WORK, tmp_path / "new", FACTS) is None
+        resume_point(WORK, tmp_path, FACTS)
+    assert resume_point(WORK, tmp_path / "new", FACTS) is None
 
 
 def test_full_disk_is_one_line_and_spares_older_checkpoints(tmp_path: Path) -> None:

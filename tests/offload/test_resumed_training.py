@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference_training import LEAST, UNTIED, trained, trainer_of, weights_in
+from reference_training import LEAST, UNTIED, older_version, trained, trainer_of, weights_in
 
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.spec import OutOfCore
+from llmb.errors import ConfigError
 from llmb.models.hf_weights import load_weights
 from llmb.models.llama import Llama
 from llmb.offload.hf_export import export
-from llmb.offload.offload_checkpoint import SCALES, checkpoint_identity, resume_checkpoint, save
+from llmb.offload.offload_checkpoint import checkpoint_identity, resume_point, save
 from llmb.offload.offload_loop import all_buckets
 from llmb.offload.offload_loop import load_weights as load_checkpoint
 from llmb.offload.trainer import Trainer
-from llmb.runtime.checkpoint_folder import latest_checkpoint
+from llmb.runtime.checkpoint_folder import complete_checkpoints, latest_checkpoint
 
 STOPPED, STEPS = 3, 6
 PLAN = replace(LEAST, gbs=3, chunk_tokens=6, levels="FAIFAI")
@@ -40,9 +41,9 @@ def stopped(plan: Plan, folder: Path) -> list[float]:
 def resumed(plan: Plan, folder: Path) -> tuple[list[float], Trainer]:
     """Losses of the steps behind it."""
     work = replace(WORK, resume=str(folder))
-    path = resume_checkpoint(work, folder / "next", checkpoint_identity(UNTIED, plan, work, None))
+    point = resume_point(work, folder / "next", checkpoint_identity(UNTIED, plan, work, None))
     trainer = trainer_of(UNTIED, plan)
-    load_checkpoint(trainer, path)
+    load_checkpoint(trainer, point)
     return trained(trainer, STEPS, first=STOPPED + 1)[0], trainer
 
 
@@ -78,7 +79,7 @@ def test_missing_scales_are_measured_anew(tmp_path: Path) -> None:
     plan = replace(PLAN, dtype="fp8")
     losses, _ = trained(trainer_of(UNTIED, plan), STEPS)
     stopped(plan, tmp_path)
-    (latest_checkpoint(tmp_path) / SCALES).unlink()
+    older_version(latest_checkpoint(tmp_path))
     remaining, _ = resumed(plan, tmp_path)
     assert remaining != losses[STOPPED:]
     assert remaining == pytest.approx(losses[STOPPED:], rel=0.02)
@@ -99,3 +100,19 @@ def test_trained_weights_are_exported(tmp_path: Path) -> None:
     load_weights(network, tmp_path / "out")
     expected = weights_in(trainer)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in network.named_parameters())
+
+
+def test_a_damaged_bucket_is_named_and_the_older_checkpoint_offered(tmp_path: Path) -> None:
+    trainer = trainer_of(UNTIED, PLAN)
+    identity = checkpoint_identity(UNTIED, PLAN, WORK, None)
+    for step in (1, 2):
+        save(tmp_path, step, all_buckets(trainer), identity)
+    older, newest = complete_checkpoints(tmp_path / "checkpoints")
+    file = newest / "unit_0001.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    point = resume_point(replace(WORK, resume=str(tmp_path)), tmp_path / "next", identity)
+    with pytest.raises(ConfigError) as error:
+        load_checkpoint(trainer, point)
+    changed = f"resume: {newest} is damaged: {file.name} is not what was written: its checksum differs"
+    assert str(error.value) == f"{changed}; resume={older} continues from an older one"

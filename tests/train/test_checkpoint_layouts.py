@@ -84,7 +84,7 @@ def test_resume_is_bit_exact(tmp_path, formats: dict[str, str], layout: str) -> 
 def rewrite(_rank: int, config: RunConfig, saved: Path, folder: Path) -> None:
     """Load a checkpoint and write it again."""
     job, model_parts, optimizer = build_job(config)
-    with Checkpointer(folder, config, job.workload, job.mesh, model_parts, optimizer) as checkpointer:
+    with Checkpointer(folder, config, job.workload, job.data, job.mesh, model_parts, optimizer) as checkpointer:
         checkpointer.load(latest_checkpoint(saved))
         checkpointer.after_step(2)
 

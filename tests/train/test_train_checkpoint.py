@@ -16,8 +16,11 @@ from torch import nn
 
 from llmb.config.serialization import build
 from llmb.config.spec import RopeConfig, RunConfig
+from llmb.errors import ConfigError
+from llmb.formats.token_file import TokenWriter
 from llmb.models.architectures import build_model
 from llmb.results.derive import derive
+from llmb.runtime.checkpoint_checksums import find_damage
 from llmb.runtime.checkpoint_folder import IDENTITY, checkpoint_step, complete_checkpoints, latest_checkpoint
 from llmb.train import loop
 from llmb.train.__main__ import main
@@ -102,7 +105,6 @@ def test_resume_after_kills_at_random_times(folder_of, trained, kills: int, part
         ({"architecture": "nemotron_h"}, "was made with model.architecture=llama, this run has nemotron_h"),
         ({"rope": RopeConfig(theta=1e4)}, "was made with model.rope.theta=500000.0, this run has 10000.0"),
         ({"dtype": "bf16"}, "was made with dtype=fp32, this run has bf16"),
-        ({"seed": 5}, "was made with seed=1234, this run has 5"),
         ({"steps": 2}, "step_2 is past the last step, 2; raise steps to continue"),
     ],
 )
@@ -114,22 +116,75 @@ def test_incompatible_checkpoint_is_refused(trained, capsys, changes: dict, reas
     assert capsys.readouterr().err == f"llmb.train: {refusal}\n"
 
 
-def test_resume_in_other_number_formats_warns_in_one_line(trained, capsys) -> None:
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"moments": "bf16", "master_weights": "bf16"}, "master_weights=fp32, this run has bf16; moments=fp32"),
+        ({"lr": 1e-5, "lr_decay_steps": 50}, "lr_decay_steps=None, this run has 50"),
+        ({"seed": 5}, "seed=1234, this run has 5"),
+    ],
+)
+def test_a_resume_that_trains_otherwise_needs_force_and_is_recorded(trained, capsys, changes: dict, named: str) -> None:
     first = trained(steps=2, dtype="bf16", checkpoint_every=2)
+    changes = {"steps": 4, "dtype": "bf16", "resume": str(first.folder), **changes}
+    refusal = trained(**changes).refusal()
+    assert named in refusal
+    assert refusal.endswith("; --force continues all the same")
     capsys.readouterr()
-    changes = {"master_weights": "bf16", "moments": "bf16"}
-    assert trained(steps=4, dtype="bf16", resume=str(first.folder), **changes).ended().status == "ok"
-    saved = "master_weights=fp32, moments=fp32, this run has master_weights=bf16, moments=bf16"
-    checkpoint = latest_checkpoint(first.folder)
-    assert capsys.readouterr().err == f"llmb.train: warning: resume: {checkpoint} was made with {saved}\n"
-    assert trained(steps=4, dtype="bf16", resume=str(first.folder)).ended().status == "ok"
-    assert capsys.readouterr().err == ""
+    forced = trained(force_resume=True, **changes)
+    assert forced.ended().status == "ok"
+    assert f"warning: resume: {latest_checkpoint(first.folder)} was made with" in capsys.readouterr().err
+    (warning,) = [w for w in derive(None, forced.events()).warnings if w.code == "FORCED_RESUME"]
+    assert named in warning.text
+
+
+def test_a_text_run_does_not_go_on_with_other_tokens(trained, tmp_path) -> None:
+    files = {}
+    for name, token in (("a", 1), ("b", 2)):
+        files[name] = str(tmp_path / f"{name}.tokens")
+        with TokenWriter(Path(files[name]), vocab=64) as file:
+            file.add([token] * 4000)
+    first = trained(steps=2, checkpoint_every=2, data=files["a"])
+    assert "was made with data={'vocab': 64" in trained(steps=4, resume=str(first.folder)).refusal()
+    other = trained(steps=4, resume=str(first.folder), data=files["b"])  # of the same size
+    assert "was made with data_fingerprint=" in other.refusal()
+    moved = Path(files["a"]).rename(tmp_path / "moved.tokens")
+    assert trained(steps=4, resume=str(first.folder), data=str(moved)).ended().status == "ok"
+
+
+def is_refused(checkpoint: Path) -> bool:
+    """Return whether a file of the checkpoint is found to be damaged; an unreadable identity is an error."""
+    try:
+        return find_damage(checkpoint) is not None
+    except ConfigError:
+        return True
+
+
+def test_every_flipped_byte_of_a_checkpoint_is_found(trained) -> None:
+    first = trained(steps=4, checkpoint_every=2)
+    older, newest = complete_checkpoints(first.folder / "checkpoints")
+    offsets = random.Random(3)
+    for path in sorted(newest.iterdir()):
+        whole = path.read_bytes()
+        for offset in offsets.sample(range(len(whole)), 3):
+            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
+            assert is_refused(newest), f"{path.name}, byte {offset}"
+        path.write_bytes(whole)
+    assert find_damage(newest) is None
+    (shard,) = newest.glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    refusal = trained(steps=6, resume=str(first.folder)).refusal()
+    changed = f"{newest} is damaged: {shard.name} is not what was written: its checksum differs"
+    assert refusal == f"resume: {changed}; resume={older} continues from an older one"
+    assert trained(steps=6, resume=str(older)).ended().status == "ok"
+    (older / IDENTITY).write_text("{")
+    assert trained(steps=6, resume=str(first.folder)).refusal().endswith("; no older one is intact")
 
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("precision", None, None),  # not recorded: resumes without a warning
+        ("gradients", None, None),  # not recorded: resumes without a warning
         ("format", None, "has format 1"),  # not recorded
         ("format", FORMAT + 1, f"has format {FORMAT + 1}"),
     ],
@@ -139,6 +194,7 @@ def test_identity_of_another_version(trained, capsys, field: str, value: int | N
     path = latest_checkpoint(first.folder) / IDENTITY
     saved = json.loads(path.read_text())
     assert saved.pop(field)
+    del saved["crc32"]
     path.write_text(json.dumps(saved if value is None else saved | {field: value}))
     capsys.readouterr()
     done = trained(steps=4, dtype="bf16", gradients="bf16", resume=str(first.folder))
@@ -175,7 +231,7 @@ def test_failed_resume_is_one_line(trained, tmp_path) -> None:
     for written in latest_checkpoint(first.folder).glob("*.distcp"):
         written.write_bytes(written.read_bytes()[:100])
     refusal = trained(steps=4, resume=str(first.folder)).refusal()
-    assert "resume: cannot read checkpoint" in refusal
+    assert "is damaged: __0_0.distcp has 100 bytes," in refusal
     assert "\n" not in refusal
 
 
