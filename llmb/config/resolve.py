@@ -146,7 +146,9 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     changed = tuple(overrides + model_overrides)
     config = RunConfig(
         engine=_engine(recipe, request, bool(proxy_notes)),
-        name=_name(recipe, request, parallel, model.name, sections["workload"], bool(proxy_notes)),
+        name=_name(
+            recipe, request, parallel, model.name, sections["workload"], request.proxy is not None or bool(proxy_notes)
+        ),
         target=recipe.workload,
         size=request.size,
         proxy="; ".join(proxy_notes) or None,
