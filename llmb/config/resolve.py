@@ -154,10 +154,10 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
         sections["workload"] = plan_workload(sections["workload"], model, request.dtype, rates)
     sections["workload"] = with_default_lr(sections["workload"], model, values)
     changed = tuple(overrides + model_overrides)
-    has_other_model = request.proxy == "true-width" or bool(proxy_notes)
+    is_proxy = request.proxy is not None or bool(proxy_notes)
     config = RunConfig(
         engine=_engine(recipe, request, bool(proxy_notes)),
-        name=_name(recipe, request, parallel, model.name, sections["workload"], has_other_model),
+        name=_name(recipe, request, parallel, model.name, sections["workload"], is_proxy),
         target=recipe.workload,
         size=request.size,
         proxy="; ".join(proxy_notes) or None,
