@@ -71,7 +71,7 @@ WRONG = [
     ([*EIGHT_B, "-d", "fp8", "--scale", "12"], "scale 12 is not listed"),
     ([*EIGHT_B, "-d", "fp8", "--scale", "0"], "--scale: expected GPU counts"),
     (["submit", "-w", "pretrain_grok1", "--gpu-type", "v100"], "unknown GPU type 'v100'; choices are: gb300"),
-    ([*PROXY, "--gpu-type", "mi300x"], "; name a GPU that is not among them as unlisted:mi300x"),
+    ([*PROXY, "--gpu-type", "mi325x"], "; name a GPU that is not among them as unlisted:mi325x"),
     (["submit", "-w", "pretrain_grok1", "--gpu-type", "b200"], "(did you mean gb200?); choices are: gb200, h100"),
     ([*PROXY, "--set", "paralel=4"], "unknown field (--set) for pretrain_llama3.1: 'paralel'"),
     ([*PROXY, "--set", "mbs=3"], "gbs could be"),
