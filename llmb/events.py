@@ -298,12 +298,18 @@ def _conversion(annotation: Any) -> Callable[[Any], Any]:
         return _literal(frozenset(get_args(annotation)))
     choices = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
     (required,) = (choice for choice in choices if choice is not NoneType)
-    convert: Callable[[Any], Any] = {int: _count, float: _number, str: _text, bool: _flag}.get(required, _fail)
+    checks = {int: _count, float: _number, str: _text, bool: _flag, Any: _unchecked}
+    convert: Callable[[Any], Any] = checks.get(required, _fail)
     if get_origin(required) is tuple:
         convert = _numbers if get_args(required)[0] in (int, float) else _sequence(_conversion(get_args(required)[0]))
     elif get_origin(required) is dict:
         convert = _mapping(_conversion(get_args(required)[1]))
     return _optional(convert) if NoneType in choices else convert
+
+
+def _unchecked(value: Any) -> Any:
+    """Return a value whose reader checks it (`formats.device_facts.recorded_facts`)."""
+    return value
 
 
 def _fail(value: Any) -> Any:
