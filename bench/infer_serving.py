@@ -20,9 +20,10 @@ from torch import Tensor
 from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
 from llmb.events import RequestDone, read
 from llmb.perfmodel.metrics import steady_state, throughput
+from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.rank_info import RankInfo
 from llmb.runtime.recorder import EventRecorder
-from llmb.serve.benchmark.energy import Energy
+from llmb.serve.benchmark.energy import Energy, EnergyMeter
 from llmb.serve.benchmark.prompts import PromptSampler, measured_prompts, model_info
 from llmb.serve.benchmark.request_load import DataParallelShard, make_load, warmup_load
 from llmb.serve.benchmark.serving_benchmark import ServingBenchmark
@@ -119,7 +120,8 @@ def measure(engine: Engine, config: RunConfig, device: torch.device) -> Measured
         shard = DataParallelShard(0, 1, records=True)
         bench = ServingBenchmark(work, frozenset(), engine, RankInfo(0, 1, device), shard, record)
         bench.warm_up(warmup)
-        energy = bench.measure(load, None)
+        with GpuSampler(record, device) as sampler:
+            energy = bench.measure(load, None, EnergyMeter(sampler))
         done = [event for event in read(record.path) if isinstance(event, RequestDone) and not event.warmup]
     return _derived(done, work, energy)
 

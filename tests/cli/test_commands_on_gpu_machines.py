@@ -1,5 +1,6 @@
 """Commands that README and docs print resolve on machines with GPUs, whichever these are."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -55,9 +56,20 @@ def marks(command: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow if "--proxy" in command else pytest.mark.nightly]
 
 
+QWEN3_8B = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+    "attention_bias": False, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("command", [pytest.param(c, marks=marks(c)) for c in dict.fromkeys(DOCUMENTS)])
 def test_documented_commands_resolve_on_an_h100(llmb_run, monkeypatch, tmp_path, command):
     install_fake_gpu(monkeypatch, tmp_path / "bin", "NVIDIA H100 80GB HBM3")
+    (tmp_path / "Qwen3-8B").mkdir()
+    for path in (tmp_path / "config.json", tmp_path / "Qwen3-8B" / "config.json"):
+        path.write_text(json.dumps(QWEN3_8B))
     monkeypatch.chdir(tmp_path)
     code, out, err = llmb_run(*as_dry_run(command, monkeypatch))
     assert code == 0, f"{command}\n{err}"
