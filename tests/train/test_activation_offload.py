@@ -61,7 +61,7 @@ def gradients(name: str, dtype: str, offloaded: int, recomputed: int = 0) -> lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", [name for name, model in SMALL_MODELS.items() if model.layers > 2])
 def test_offload_is_bit_exact(name: str, dtype: str, copies: list) -> None:
     layers = SMALL_MODELS[name].layers
     plain = gradients(name, dtype, 0)

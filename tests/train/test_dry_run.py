@@ -1,7 +1,4 @@
-"""Dry runs of recipe rows agree with the closed-form estimates of memory, FLOPs and traffic.
-
-The process that `llmb-run show --memory` starts for them is in `tests/cli/test_show_memory.py`.
-"""
+"""Dry runs of recipe rows agree with the closed-form estimates of memory, FLOPs and traffic."""
 
 from dataclasses import replace
 
@@ -12,11 +9,11 @@ from llmb.config.recipe import expand_gpus, load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig
+from llmb.launch.torch_process import run_dry_run
 from llmb.perfmodel.communication import step_traffic
 from llmb.perfmodel.dry_run_summary import DryRunSummary
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.shards import rank_flops, rank_parameters
-from llmb.train.dry_run.dry_run import dry_run
 
 CLOSE = 0.02
 SMALL = 2**20  # bytes per call: the closed form leaves out collectives of counts and scalars
@@ -66,7 +63,7 @@ def check(config: RunConfig, summary: DryRunSummary) -> None:
 )
 def test_recipe_row_agrees_with_estimates(key: tuple) -> None:
     config = row(*key)
-    check(config, dry_run(config))
+    check(config, run_dry_run(config))
 
 
 @pytest.mark.slow
@@ -79,7 +76,7 @@ def test_proxy_layer_at_full_width(dtype: str) -> None:
     request = RunRequest(size="314b", dtype=dtype, gpus=1, gpu="h200", proxy="true-width", settings=settings)
     config = resolve(RECIPES["pretrain_grok1"], request)
     assert config.model.layers == 1
-    check(config, dry_run(config))
+    check(config, run_dry_run(config))
 
 
 @pytest.mark.nightly
@@ -89,7 +86,7 @@ def test_recomputed_and_offloaded_layers_agree_with_estimates() -> None:
     for fsdp in (True, False):
         work = replace(config.workload, recompute_layers=2, offload_layers=2)
         changed = replace(config, model=model, workload=work, parallel=replace(config.parallel, fsdp=fsdp))
-        summary = dry_run(changed)
+        summary = run_dry_run(changed)
         check(changed, summary)
         assert summary.host_bytes == pytest.approx(memory_estimate(changed).host, rel=CLOSE)
 
@@ -98,4 +95,4 @@ def test_recomputed_and_offloaded_layers_agree_with_estimates() -> None:
 @pytest.mark.parametrize("key", every_row(), ids=lambda key: "-".join(map(str, key)))
 def test_every_recipe_row_agrees_with_estimates(key: tuple) -> None:
     config = row(*key)
-    check(config, dry_run(config))
+    check(config, run_dry_run(config))
