@@ -35,7 +35,7 @@ from shutil import copyfile
 from typing import Any
 
 from llmb.config.load_settings import config_from_json
-from llmb.config.serialization import read_json, to_json, write_atomic
+from llmb.config.serialization import read_json, temporary_path, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.launch.procfs import find_process
@@ -167,8 +167,12 @@ class RunFolder:
 
     def add_short_path(self, job_id: str) -> None:
         """Link the short path of this job id to the folder; a disk without links has none, which fails no run."""
-        short = short_paths(self.install) / _short_name(job_id, read_json(self.config))
-        temporary = short.with_name(f".{short.name}.{os.getpid()}")
+        try:
+            name = _short_name(job_id, read_json(self.config))
+        except (ConfigError, KeyError, TypeError, AttributeError):  # a damaged configuration names nothing
+            name = f"{job_id}-damaged"
+        short = short_paths(self.install) / name
+        temporary = temporary_path(short)
         try:
             short.parent.mkdir(exist_ok=True)
             temporary.symlink_to(os.path.relpath(self.path, short.parent))

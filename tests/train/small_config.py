@@ -20,8 +20,8 @@ CONFIG = RunConfig(
 
 
 def changed(config: RunConfig, **changes: Any) -> RunConfig:
-    """Return the configuration with fields of any section changed; names are unique across sections."""
-    for section in ("model", "machine", "parallel", "precision", "workload", "profile"):
+    """Return the configuration with fields of any section changed; `window` is that of the steps, not of attention."""
+    for section in ("workload", "model", "machine", "parallel", "precision", "profile"):
         section_config = getattr(config, section)
         section_changes = {
             name: value for name, value in changes.items() if name in {f.name for f in fields(section_config)}
