@@ -9,6 +9,7 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import to_json
 from llmb.perfmodel.chip_limits import sustained_flops
+from llmb.perfmodel.explain.run_prediction import predict_run
 from llmb.perfmodel.offload.machine_rates import H200, rates_path
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.measured_device import measured_device
@@ -22,7 +23,7 @@ def predicted(recipes, tmp_path, gpu, workload="pretrain_llama3.1", dtype="bf16"
     settings = tuple(from_arguments(["num_requests=64", "max_batch_size=32"])) if "inference" in workload else ()
     memory = None if gpu == "h200" else 139 << 30
     request = RunRequest(size="8b", dtype=dtype, gpus=1, gpu=gpu, gpu_memory_bytes=memory, settings=settings)
-    return resolve(recipes[workload], request, tmp_path).predicted
+    return predict_run(resolve(recipes[workload], request, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("workload", ["pretrain_llama3.1", "inference_llama3.1"])
@@ -48,12 +49,12 @@ def test_what_was_not_measured_is_not_predicted(recipes, tmp_path):
     no_fp8 = predicted(recipes, tmp_path, "x100", dtype="fp8", fp8_tflops=None)
     assert (no_fp8.value, no_fp8.note) == (None, "the rate of fp8 GEMMs was not measured on x100")
     request = RunRequest(size="8b", dtype="bf16", gpus=1, gpu="y100", gpu_memory_bytes=139 << 30)
-    unmeasured = resolve(recipes["pretrain_llama3.1"], request, tmp_path).predicted
+    unmeasured = predict_run(resolve(recipes["pretrain_llama3.1"], request, tmp_path), tmp_path)
     assert unmeasured.value is None
     assert unmeasured.note == "the rates of y100 are not known; `llmb-run probe` measures them for runs on one GPU"
     rates_path(tmp_path, "y100").write_text(to_json(replace(H200, gpu="y100", source="measured on n1")))
     request = RunRequest(size="8b", dtype="bf16", gpus=8, gpu="y100", gpu_memory_bytes=139 << 30)
-    several = resolve(recipes["pretrain_llama3.1"], request, tmp_path).predicted
+    several = predict_run(resolve(recipes["pretrain_llama3.1"], request, tmp_path), tmp_path)
     assert several.note == "rates measured on y100 predict runs of the native engine on one GPU"
 
 
