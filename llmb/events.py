@@ -381,17 +381,22 @@ def read_all(paths: Iterable[Path]) -> Iterator[Event]:
 def read(path: Path) -> Iterator[Event]:
     """Yield the events of a file; lines that cannot be parsed become one LogProblem at the end."""
     unreadable = 0
+    for line in read_lines(path):
+        event = parse(line)
+        if event is not None:
+            yield event
+        elif line.strip():
+            unreadable += 1
+    if unreadable:
+        yield LogProblem(problem="unreadable event line", count=unreadable)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of an event file, none of a missing one; raise ConfigError if it cannot be read."""
     try:
         with open_regular_file(path) as lines:
-            for line in lines:
-                event = parse(line)
-                if event is not None:
-                    yield event
-                elif line.strip():
-                    unreadable += 1
+            yield from lines
     except FileNotFoundError:
         return
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    if unreadable:
-        yield LogProblem(problem="unreadable event line", count=unreadable)

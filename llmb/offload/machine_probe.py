@@ -24,6 +24,7 @@ from llmb.ops.attention.segment_attention import (
     segment_attention_backward,
     segment_attention_forward,
 )
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.quant.activation_quant import E4M3
 from llmb.ops.quant.fp8_quant import E5M2, quantize_fp8_current_scaling
 from llmb.perfmodel.offload.task_durations import BACKWARD_ATTENTION
@@ -99,7 +100,7 @@ def measure(device: torch.device, sizes: Sizes, shapes: Sequence[GemmShape] = ()
     probe = Probe()
     probe.record("matmul_tflops", gemm_rate(LinearGemms(), device, sizes), TERA, "TFLOP/s")
     probe.rates["fp8_tflops"] = None
-    if _has_fp8(device):
+    if capabilities(device).has("fp8_gemm"):
         probe.record("fp8_tflops", gemm_rate(Fp8LinearGemms(), device, sizes), TERA, "TFLOP/s")
     for name, measured in attention_rates(device, sizes).items():
         probe.record(name, measured, TERA, "TFLOP/s")
@@ -184,7 +185,7 @@ def _dtypes(device: torch.device) -> tuple[str, ...]:
 
 
 def _fp8_name(device: torch.device) -> tuple[str, ...]:
-    return ("fp8",) if _has_fp8(device) else ()
+    return ("fp8",) if capabilities(device).has("fp8_gemm") else ()
 
 
 def _plain(spreads: dict[str, Spread | None]) -> dict[str, Any]:
@@ -284,10 +285,6 @@ def link_rates(device: torch.device, sizes: Sizes) -> dict[str, Measurement]:
 
 def _mean(seconds: Sequence[float]) -> float:
     return sum(seconds) / len(seconds)
-
-
-def _has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _random(device: torch.device, dtype: torch.dtype, numel: int) -> Tensor:

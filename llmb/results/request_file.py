@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from llmb.events import RequestDone
+from llmb.events import RequestDone, read_lines
 
 KIND = b'"RequestDone"'
 TOKEN_TIMES = b'"token_times": ['
@@ -36,11 +36,10 @@ def read_request_times(paths: Iterable[Path]) -> list[RequestTimes]:
 
 
 def _read(path: Path) -> Iterator[RequestTimes]:
-    with path.open("rb") as lines:
-        for line in lines:
-            times = _parse(_without_token_times(line)) if KIND in line else None
-            if times is not None:
-                yield times
+    for line in read_lines(path):
+        times = _parse(_without_token_times(line)) if KIND in line else None
+        if times is not None:
+            yield times
 
 
 def _parse(line: bytes) -> RequestTimes | None:

@@ -6,6 +6,7 @@ where it stopped. Unless seqlen divides the text, each epoch splits it at differ
 """
 
 import zlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def data_course(workload: Training | OutOfCore, gbs: int, data: "TokenFile | Non
     """Return what decides the batches and learning rates of all steps; a file may move."""
     order: dict[str, Any] = {"seqlen": workload.seqlen, "gbs": gbs, "seed": workload.seed}
     order["data"] = None if data is None else to_plain(data.header)
-    order["data_fingerprint"] = None if data is None else data.fingerprint()
+    order["data_fingerprint"] = None if data is None else data.fingerprint
     return order | {name: getattr(workload, name) for name in LR_FIELDS}
 
 
@@ -59,8 +60,9 @@ class TokenFile:
                 f"{self.path} has {self.header.tokens} tokens, too few for one sequence of {seqlen} and a label"
             )
 
+    @cached_property
     def fingerprint(self) -> int:
-        """Return a checksum of pieces from the whole file: another text of the same length has another one."""
+        """Checksum of pieces from the whole file: another text of the same length has another one."""
         crc32 = 0
         for start in np.linspace(0, max(0, self.header.tokens - PIECE_TOKENS), FINGERPRINT_PIECES, dtype=np.int64):
             crc32 = zlib.crc32(self._tokens[start : start + PIECE_TOKENS].tobytes(), crc32)

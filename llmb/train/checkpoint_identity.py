@@ -19,7 +19,7 @@ def resume_point(
     config: RunConfig, workload: Training, data: TokenFile | None, folder: Path
 ) -> checkpoint_folder.ResumePoint | None:
     """Return where a run resumes, checked against its configuration; None: a new run."""
-    expected = course(config, workload, data)
+    expected = {} if workload.resume is None else course(config, workload, data)
     return checkpoint_folder.resume_point(workload, folder, identity(config), expected, FORMAT)
 
 
