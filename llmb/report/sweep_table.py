@@ -15,7 +15,7 @@ from llmb.results.sweep.sweep_points import FIGURES, LOAD_UNITS, SUMMARIES, Swee
 from llmb.results.sweep.sweep_result import SweepResult, TierAnswer
 
 KNEE = "knee"
-KNEE_DEFINITION = "knee: the point farthest above the line between the ends of the Pareto set, both axes scaled to 0..1"
+KNEE_DEFINITION = "knee: the point farthest above the line between the ends of the Pareto set, logarithms of both axes"
 
 
 def sweep_text(result: SweepResult, width: int | None = None) -> str:

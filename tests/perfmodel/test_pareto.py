@@ -1,5 +1,7 @@
 """Pareto set against brute force, and its knee."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_the_knee_is_farthest_from_the_line_between_the_ends(points):
     (x0, y0), (x1, y1) = points[front[0]], points[front[-1]]
 
     def distance(i):
-        return (points[i][0] - x1) / (x0 - x1) + (points[i][1] - y0) / (y1 - y0)
+        return math.log(points[i][0] / x1) / math.log(x0 / x1) + math.log(points[i][1] / y0) / math.log(y1 / y0)
 
     assert distance(found_at) == max(distance(i) for i in front)
     assert distance(found_at) > 1
@@ -40,7 +42,10 @@ def test_the_knee_is_farthest_from_the_line_between_the_ends(points):
 
 def test_knees():
     assert knee([(50, 100), (40, 350), (20, 400)]) == 1
-    assert knee([(50, 100), (35, 250), (20, 400)]) is None  # a straight line
+    assert knee([(50, 100), (10, 500), (5, 1000)]) is None  # a straight line of logarithms
+    assert knee([(50, 100), (20, 0.0), (0.0, 400)]) is None
+    ladder = [(366, 366), (317, 537), (222, 1776), (144, 9178), (62, 15705), (21, 18531)]
+    assert knee(ladder) == 3  # hollow on linear axes
     assert knee([(50, 100), (20, 400)]) is None
     assert knee([]) is None
 

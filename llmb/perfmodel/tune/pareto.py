@@ -3,13 +3,14 @@
     pareto_set([(50, 100), (20, 400), (10, 300)]) -> [0, 1]      the third point is worse than the second in both
     knee([(50, 100), (40, 350), (20, 400)])       -> 1
 
-The knee is the point of the Pareto set farthest above the straight line between the two ends of the set, with both
-axes scaled to 0..1 over the set: before it throughput is cheap in speed per user, after it dear. A set of fewer than
-three points, or one without a point above that line, has none.
+The knee is the point of the Pareto set farthest above the straight line between the two ends of the set, with the
+logarithms of both axes scaled to 0..1 over the set: before it throughput is cheap in speed per user, after it dear. On
+linear axes a ladder of concurrency that begins at 1 is hollow, with no point above the line. A set of fewer than three
+points, or one without a point above that line, has none.
 """
 
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, log
 
 Point = tuple[float, float]
 FEWEST = 3  # points of a set with a knee
@@ -31,13 +32,13 @@ def pareto_set(points: Sequence[Point]) -> list[int]:
 def knee(points: Sequence[Point]) -> int | None:
     """Return the index of the knee among these points, or None."""
     front = pareto_set(points)
-    if len(front) < FEWEST:
+    if len(front) < FEWEST or min(points[front[-1]][0], points[front[0]][1]) <= 0:
         return None
     first, last = points[front[0]], points[front[-1]]
-    width, height = first[0] - last[0], last[1] - first[1]  # both above 0 for points of a set
+    width, height = log(first[0] / last[0]), log(last[1] / first[1])  # both above 0 for points of a set
 
     def excess(i: int) -> float:
-        x, y = (points[i][0] - last[0]) / width, (points[i][1] - first[1]) / height
+        x, y = log(points[i][0] / last[0]) / width, log(points[i][1] / first[1]) / height
         return x + y - 1  # above the line from (1, 0) to (0, 1), times sqrt(2)
 
     best = max(front[1:-1], key=excess)
