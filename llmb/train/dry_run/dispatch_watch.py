@@ -20,7 +20,6 @@ from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
 from llmb.train.dry_run.memory_tracker import MemoryTracker
 
 aten = torch.ops.aten
-PLAIN = (Tensor, torch.nn.Parameter)
 CPU, META = torch.device("cpu"), torch.device("meta")
 CollectiveKey = tuple[str, str]  # kind, process group name
 
@@ -66,7 +65,7 @@ def size(tensor: Tensor) -> int:
 
 
 class DispatchWatch(TorchDispatchMode):
-    """Counts operations dispatched inside it on plain tensors; DTensors are unwrapped first."""
+    """Counts operations dispatched inside it."""
 
     def __init__(self, memory: MemoryTracker, grouped_fraction: float = 1.0):
         super().__init__()
@@ -80,18 +79,14 @@ class DispatchWatch(TorchDispatchMode):
         """Add FLOPs that no dispatched operation shows."""
         self.flops += flops
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN for kind in types):
-            return NotImplemented
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = function.overloadpacket
-        if packet is torch.ops._c10d_functional.wait_tensor:
-            return args[0]  # torch's meta implementation would return a copy
         if kwargs.get("device") == CPU:
             kwargs = {**kwargs, "device": META}
         if function.namespace == "c10d":  # in place: the result is only a handle
             result = function(*tree_map_only(Tensor, _cpu_placeholder, args), **kwargs)
-            self._count_collective(function, args, kwargs, ())
+            self._count_collective(function, args)
             return result
         result = function(*args, **kwargs)
         for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
@@ -101,18 +96,15 @@ class DispatchWatch(TorchDispatchMode):
             self.flops += FLOPS[packet](args)
         elif packet in GROUPED_FLOPS:
             self.flops += self._grouped_fraction * GROUPED_FLOPS[packet](args)
-        elif function.namespace == "_c10d_functional":
-            self._count_collective(function, args, kwargs, result)
         return result
 
-    def _count_collective(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _count_collective(self, function: Any, args: Any) -> None:
         name = function._schema.name.partition("::")[2]
         kind = next((kind for pattern, kind in KINDS.items() if re.match(f"_?{pattern}", name)), None)
         if kind is None:
             return
-        sides = (*args[:2],) if function.namespace == "c10d" else (args, result)  # in place: both are arguments
-        moved = max(sum(size(x) for x in tree_iter(side) if isinstance(x, Tensor)) for side in sides)
-        key = kind, _group_name(function, args, kwargs)
+        moved = max(sum(size(x) for x in tree_iter(side) if isinstance(x, Tensor)) for side in args[:2])
+        key = kind, _group_name(function, args)
         self.calls[key] += 1
         self.bytes[key] += moved
 
@@ -122,11 +114,7 @@ def _cpu_placeholder(_tensor: Tensor) -> Tensor:
     return torch.empty(0, device=CPU)
 
 
-def _group_name(function: Any, args: Any, kwargs: Any) -> str:
-    """Return the process group name of a collective: c10d operations take an object, functional ones a name."""
-    for argument, value in zip(function._schema.arguments, args, strict=False):
-        if argument.name == "group_name":
-            return str(value)
-        if argument.name == "process_group":
-            return str(dist.ProcessGroup.unbox(value).group_name)
-    return str(kwargs.get("group_name", "?"))
+def _group_name(function: Any, args: Any) -> str:
+    """Return the process group name of a collective."""
+    names = [argument.name for argument in function._schema.arguments]
+    return str(dist.ProcessGroup.unbox(args[names.index("process_group")]).group_name)

@@ -34,7 +34,8 @@ class SequenceParallel:
     def reduce_scatter(self, partial_NC: Tensor) -> Tensor:
         """Return this rank's rows of the sum over ranks."""
         out_SC = partial_NC.new_empty(len(partial_NC) // self.ranks, *partial_NC.shape[1:])
-        for rows, part in zip(partial_NC.chunk(self.sequences), out_SC.chunk(self.sequences), strict=True):
+        partials = partial_NC.contiguous().chunk(self.sequences)
+        for rows, part in zip(partials, out_SC.chunk(self.sequences), strict=True):
             reduce_scatter_flat(part, rows, group=self._group)
         return out_SC
 
