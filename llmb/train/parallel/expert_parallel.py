@@ -41,9 +41,10 @@ def apply_expert_parallel(model_part: Network, mesh: Mesh, capacity_factor: floa
     """Shard the routed experts' weights, dispatch tokens to them, and balance load over all tokens."""
     dispatcher = ExpertDispatcher(mesh, capacity_factor) if mesh.size("ep") * mesh.size("etp") > 1 else None
     vars(model_part)["dispatcher"] = dispatcher
+    meshes = [mesh.submesh(dimension) for dimension in ("cp", "tp") if mesh.size(dimension) > 1]
     for module in model_part.modules():
-        if isinstance(module, Router) and mesh.size("cp") * mesh.size("tp") > 1:
-            module.sum_over_ranks = partial(_sum_over_tokens, mesh)
+        if isinstance(module, Router) and meshes:
+            module.sum_over_ranks = partial(_sum_over_tokens, meshes, mesh.size("cp"))
         if isinstance(module, MoE) and dispatcher is not None:
             for layer, dim in ((module.gate, 1), (module.up, 1), (module.down, 2)):
                 _shard_experts(layer, mesh, dim)
@@ -147,14 +148,13 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.mesh), None
 
 
-def _sum_over_tokens(mesh: Mesh, sums: Tensor) -> Tensor:
+def _sum_over_tokens(meshes: Sequence[DeviceMesh], cp: int, sums: Tensor) -> Tensor:
     """Sum over the ranks that hold the tokens of one micro-batch, for an auxiliary loss that is equal on all of them.
 
     Each rank of cp weights its loss by 1 / cp, as for the mean of different losses; the gradient is scaled back here.
     """
-    for dimension in ("cp", "tp"):
-        if mesh.size(dimension) > 1:
-            sums = all_reduce(sums, mesh.submesh(dimension))
-    if sums.requires_grad:
-        sums.register_hook(lambda grad: grad * mesh.size("cp"))
+    for mesh in meshes:
+        sums = all_reduce(sums, mesh)
+    if sums.requires_grad and cp > 1:
+        sums.register_hook(lambda grad: grad * cp)
     return sums
