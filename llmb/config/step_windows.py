@@ -35,7 +35,8 @@ def fit_window(values: Row, overrides: list[Override]) -> None:
     if last > steps and "window" in overridden:
         raise ConfigError(f"window: {first}-{last} ends after the last step, {steps}")
     if values.get("profile_stop", 0) > steps and not overridden & {"profile_start", "profile_stop"}:
-        values["profile_start"], values["profile_stop"] = max(1, steps - 5), steps
+        start = max(1, steps - 5)
+        values["profile_start"], values["profile_stop"] = start, max(start + 1, steps)
     if "window" not in overridden:
         recipe_steps = next((o.replaced for o in overrides if o.field == "steps"), None) or steps
         _follow_steps(values, overrides, recipe_steps)
@@ -67,5 +68,10 @@ def refuse_without_effect(values: Row, overrides: list[Override], ranks: int) ->
         raise ConfigError(f"profile_ranks: there is no rank {absent[0]}; the run has ranks 0 to {ranks - 1}")
     if values.get("profile") and values.get("nccl_trace"):
         raise ConfigError("profiling and the NCCL trace exclude each other; choose -p or ENABLE_NCCLTRACE=true")
-    if values.get("profile") and values.get("profile_start", 0) > values.get("profile_stop", 0):
-        raise ConfigError(f"profile_start {values['profile_start']} is after profile_stop {values['profile_stop']}")
+    start, stop = values.get("profile_start", Profile.profile_start), values.get("profile_stop", Profile.profile_stop)
+    if values.get("profile") and (start >= stop or start > values.get("steps", start)):
+        last = f" and the run ends with step {values['steps']}" if "steps" in values else ""
+        raise ConfigError(
+            f"profile_start={start}, profile_stop={stop}: no step is profiled; profile_stop is the first step after "
+            f"the window{last}"
+        )

@@ -139,6 +139,8 @@ def test_changed_setting_drops_the_reference_but_more_steps_keep_it():
         ({"settings": overrides(recompute_layers="99")}, "more than the 32 layers"),
         ({"settings": overrides(gpu_metrics="true")}, "no effect without profiling"),
         ({"settings": overrides(profile="true", nccl_trace="true")}, "exclude each other"),
+        ({"settings": overrides(profile="true", profile_start="4", profile_stop="4")}, "no step is profiled"),
+        ({"settings": overrides(profile="true", profile_start="60", profile_stop="70")}, "the run ends with step 50"),
         ({"settings": overrides(window="40-60")}, "ends after the last step, 50"),
         ({"settings": overrides(dp="4")}, "dp follows from the other settings"),
         ({"settings": overrides(kv_fraction="0.5")}, "unknown field"),
