@@ -166,7 +166,7 @@ def train_step(job: TrainJob, model_parts: ModelParts, optimizer: Optimizer, ste
         growth = grow_capacity(dispatchers, job.mesh.size("ep"))
         if job.graph is not None:
             job.graph.reset()
-        if job.mesh.rank == 0:
+        if job.mesh.rank == 0 or job.config.one_rank is not None:
             print(
                 f"step {step} repeated: an expert-parallel pair received more rows than its capacity; {growth}",
                 flush=True,

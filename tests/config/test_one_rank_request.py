@@ -45,6 +45,15 @@ def test_the_layout_is_for_one_gpu_type_and_the_rank_runs_on_another():
     assert everywhere.workload.recompute_layers > 0
 
 
+def test_experts_get_even_loads_unless_set_otherwise():
+    config = one_rank(GROK, "314b", 512)
+    assert config.workload.balanced_experts
+    assert [(o.field, o.value) for o in config.overrides if o.source == "--one-rank"] == [("balanced_experts", True)]
+    routed = one_rank(GROK, "314b", 512, settings=overrides(balanced_experts="false"))
+    assert not routed.workload.balanced_experts
+    assert not one_rank(LLAMA, "70b", 64).workload.balanced_experts
+
+
 @pytest.mark.parametrize(
     ("workload", "size", "gpus", "dtype"),
     [

@@ -7,11 +7,12 @@ describe_rank(config)      -> "rank 28 of 32, pipeline stage 8 of 8 (layers 70-7
 from dataclasses import replace
 
 from llmb.config.row_selection import OneRankRequest
-from llmb.config.spec import Machine, OneRank, RunConfig, Training
+from llmb.config.spec import Machine, OneRank, Override, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.shards import rank_flops, rank_stages
 
 CPU = Machine(gpu="cpu", gpus=1, gpus_per_node=1)
+BALANCED = "balanced_experts"
 
 
 def with_one_rank(config: RunConfig, request: OneRankRequest, uses_proxy: bool) -> RunConfig:
@@ -27,7 +28,17 @@ def with_one_rank(config: RunConfig, request: OneRankRequest, uses_proxy: bool) 
     rank = busiest_rank(config) if request.rank is None else request.rank
     check_one_rank(rank, config.workload, config.parallel.world_size)
     one_rank = OneRank(rank=rank, machine=here if config.machine.gpu == "cpu" else request.machine or here)
-    return replace(config, one_rank=one_rank, name=f"{config.name}_rank{rank}")
+    return balance_experts(replace(config, one_rank=one_rank, name=f"{config.name}_rank{rank}"))
+
+
+def balance_experts(config: RunConfig) -> RunConfig:
+    """Route evenly, unless set otherwise: without its peers a rank has the load of its own untrained router only."""
+    work = config.workload
+    assert isinstance(work, Training)
+    if config.model.experts is None or work.balanced_experts or any(o.field == BALANCED for o in config.overrides):
+        return config
+    change = Override(field=BALANCED, value=True, replaced=False, source="--one-rank")
+    return replace(config, workload=replace(work, balanced_experts=True), overrides=(*config.overrides, change))
 
 
 def check_one_rank(rank: int, workload: Training, ranks: int) -> None:
