@@ -1,5 +1,6 @@
 """FP8 grouped GEMM: the layout of groups, quantization of rows and columns, the three GEMMs and the weight cache."""
 
+import gc
 import math
 from itertools import pairwise
 
@@ -211,6 +212,25 @@ def test_rows_are_quantized_once_for_gate_and_up(monkeypatch) -> None:
         x.mul_(2)
     assert torch.equal(fp8_grouped_gemm(x, weight, ends), first * 2)
     assert len(casts) == 3
+
+
+def test_offsets_are_computed_once_for_the_layers_of_the_same_experts(monkeypatch) -> None:
+    computed = []
+    monkeypatch.setattr(
+        fp8_grouped_gemm_module, "group_offsets", lambda *args: (computed.append(args[1]), group_offsets(*args))[1]
+    )
+    x, weight, _ = operands([20, 44])
+    ends = ends_of([20, 44])
+    for rows in (x, x.detach().clone()):
+        fp8_grouped_gemm(rows, weight, ends)
+    assert computed == [64]
+    ends.copy_(ends_of([44, 20]))
+    changed = fp8_grouped_gemm(x.detach().clone(), weight, ends)
+    assert computed == [64, 64]
+    assert torch.equal(changed, fp8_grouped_gemm(x.detach().clone(), weight, ends_of([44, 20])))
+    del ends, changed, rows, x
+    gc.collect()
+    assert not fp8_grouped_gemm_module._offsets
 
 
 def test_weight_cache_is_refreshed_only_when_the_weight_changes(monkeypatch) -> None:

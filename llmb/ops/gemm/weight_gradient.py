@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llmb.ops.gemm.matmul import matmul
+from llmb.ops.loss.scaled_add import scaled_add_
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
@@ -57,5 +58,8 @@ def accumulate_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
     out, accumulate = gradient_buffer(weight)
     if out is None:
         return grad.to(gradient_dtype(weight))
-    out.add_(grad) if accumulate else out.copy_(grad)
+    if accumulate:
+        scaled_add_(out, grad.contiguous(), None, accumulate=True)
+    else:
+        out.copy_(grad)
     return None

@@ -40,6 +40,7 @@ OUT_DTYPE = torch.bfloat16  # of torch._scaled_grouped_mm
 
 # Live rows -> (version, whether captured in a graph, ends_E, GroupOffsets, GroupedFp8).
 _quantized_rows = WeakIdKeyDictionary()
+_offsets = WeakIdKeyDictionary()  # live ends_E -> ((version, whether captured in a graph, rows), the other offsets)
 
 
 def fp8_grouped_gemm(
@@ -62,10 +63,20 @@ def _quantize_rows(x_NI: Tensor, ends_E: Tensor) -> tuple[GroupOffsets, GroupedF
     version, captured, ends, groups, x8 = _quantized_rows.get(x_NI, (None, None, None, None, None))
     if (version, captured) != (x_NI._version, capturing) or ends is not ends_E:
         with torch.no_grad():
-            groups = group_offsets(ends_E, len(x_NI))
+            groups = _group_offsets(ends_E, len(x_NI))
             x8 = quantize_groups(x_NI, groups, rows=True, columns=True)
         _quantized_rows[x_NI] = (x_NI._version, capturing, ends_E, groups, x8)
     return groups, x8
+
+
+def _group_offsets(ends_E: Tensor, rows: int) -> GroupOffsets:
+    """Compute them once for all layers of the same experts: twenty small kernels."""
+    key = ends_E._version, _is_capturing(ends_E), rows
+    known, rest = _offsets.get(ends_E, (None, ()))
+    if known != key:
+        _, *rest = group_offsets(ends_E, rows)
+        _offsets[ends_E] = key, rest  # without ends_E, which would keep itself alive
+    return GroupOffsets(ends_E, *rest)
 
 
 class _Fp8GroupedMm(torch.autograd.Function):

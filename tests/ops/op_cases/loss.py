@@ -89,6 +89,11 @@ def flat(g: Generator, d: device, n: int, total: dtype, x: dtype, accumulate: bo
     return (before, randn(g, d, n, dtype=x), torch.tensor(0.3, device=d), bool(accumulate)), {}
 
 
+@cases(scaled_add_, (5000, 0), (5000, 1), (33, 1), tolerance=2e-7)
+def without_scale(g: Generator, d: device, n: int, accumulate: bool) -> Arguments:
+    return (randn(g, d, n), randn(g, d, n, dtype=bfloat16), None, bool(accumulate)), {}
+
+
 @cases(scaled_add_, (5000, False), (5000, True), tolerance=2e-7)
 def over_itself(g: Generator, d: device, n: int, accumulate: bool) -> Arguments:
     x = randn(g, d, n)
