@@ -12,13 +12,12 @@ from llmb.perfmodel.params import FP8_ALIGNMENT, unaligned_fp8_widths
 
 ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 
-# Other models would silently be trained as plain Llamas: fields of the layers, and of what is outside of them.
+# Fields of other layers, which would silently be trained as plain ones.
 LAYER_FIELDS: dict[str, Any] = {
     "gated": True, "activation": "silu", "pre_norms": True, "post_norms": False, "qkv_bias": False, "o_bias": False,
     "qk_norm": None, "local_rope": None, "attention_sinks": False,
     "attn_logit_softcap": None, "pattern": None, "experts": None, "mla": None, "mamba": None,
 }  # fmt: skip
-END_FIELDS: dict[str, Any] = {"embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": None}
 
 
 def aligned(elements: int) -> int:
@@ -44,16 +43,16 @@ def has_plain_layers(model: Model) -> bool:
     return model.rope is not None and all(getattr(model, name) == plain for name, plain in LAYER_FIELDS.items())
 
 
-def check_plain_llama(model: Model) -> None:
-    """Refuse any other model in one line."""
-    for field, plain in (LAYER_FIELDS | END_FIELDS).items():
+def check_plain_layers(model: Model) -> None:
+    """Refuse a model of other layers in one line."""
+    for field, plain in LAYER_FIELDS.items():
         if getattr(model, field) != plain:
             raise ConfigError(
-                f"out-of-core training supports plain Llamas only: {field} of {model.name} must be {plain!r}, "
+                f"layers with explicit backward are those of plain Llamas: {field} of {model.name} must be {plain!r}, "
                 f"got {getattr(model, field)!r}"
             )
     if model.rope is None:
-        raise ConfigError(f"out-of-core training supports plain Llamas only: {model.name} has no RoPE")
+        raise ConfigError(f"layers with explicit backward are those of plain Llamas: {model.name} has no RoPE")
 
 
 def check_fp8_widths(model: Model) -> None:

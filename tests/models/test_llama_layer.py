@@ -140,5 +140,5 @@ def test_buffers_are_as_large_as_the_plan_counts():
     ],
 )
 def test_unsupported_models_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=f"plain Llamas only: .*{message}"):
+    with pytest.raises(ConfigError, match=f"plain Llamas: .*{message}"):
         LlamaLayer(replace(MODEL, **changes), PlainLinears)

@@ -23,7 +23,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned, check_plain_llama
+from llmb.config.llama_layer_shapes import aligned, check_plain_layers
 from llmb.config.spec import Model
 from llmb.models.blocks import attention_window
 from llmb.models.llama_layer.layer_collectives import ContextParallel, TensorParallel
@@ -64,7 +64,7 @@ class LlamaLayer(Generic[Weights]):
         cp: ContextParallel | None = None,
         kind: str = "F",
     ):
-        check_plain_llama(model)
+        check_plain_layers(model)
         self.window, self.has_rope = attention_window(model, kind), kind != "N"
         self.key_block, self.tp, self.cp = key_block, tp, cp
         self.model, self.linears = model, linears

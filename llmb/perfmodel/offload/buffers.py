@@ -16,9 +16,10 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from llmb.config.llama_layer_shapes import aligned, layer_weight_shapes
+from llmb.config.llama_layer_shapes import aligned
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
+from llmb.perfmodel.offload.layer_params import layer_shapes
 
 KINDS = ("param", "grad", "state", "inp", "kv", "attn", "rest", "dstream", "dkv")
 BUCKET_KINDS = ("param", "grad", "state")  # kinds that outlive a round
@@ -48,7 +49,7 @@ class ParamBuckets:
     @cached_property
     def bucket_numel(self) -> int:
         """Elements of a bucket's buffer, padding included."""
-        return padded_numel(layer_weight_shapes(self.model))
+        return padded_numel(layer_shapes(self.model))
 
     @cached_property
     def vocab_shards(self) -> int:
@@ -80,7 +81,7 @@ class ParamBuckets:
     def tensors(self, bucket: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes inside a bucket, in their order."""
         if bucket < self.model.layers:
-            return layer_weight_shapes(self.model)
+            return layer_shapes(self.model)
         buckets = self.head if bucket in self.head else self.embedding
         rows = len(self.shard_rows(bucket - buckets.start))
         norm = ((self.model.hidden,),) if bucket == self.head[-1] else ()

@@ -14,9 +14,10 @@ first occurs with something to add, since trying cuBLASLt's algorithms must not 
 
 from math import prod
 
-from llmb.config.llama_layer_shapes import layer_weight_shapes
-from llmb.config.offload_plan import FULL, Plan
+from llmb.config.llama_layer_shapes import has_plain_layers, layer_weight_shapes
+from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
+from llmb.perfmodel.offload.autograd_workspace import autograd_backward_bytes, autograd_forward_bytes
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
 
 KEY_BLOCK = 65536  # keys per attention call: backward allocates their gradients for every query head
@@ -27,6 +28,12 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
     """Return the peak over all tasks of a chunk; recomputed activations live until its backward is done."""
     sizes, each, rows = buffer_bytes(model, plan), activation_itemsize(plan), plan.chunk_tokens
     keys = max(rows, min(plan.group_tokens - rows, KEY_BLOCK))  # those of the chunk itself, or those before it
+    head = plan.loss_tokens * head_elements(model) * each + rows * model.hidden * each
+    head += head_temporary_bytes(model, plan)
+    if not has_plain_layers(model):
+        attn_saved = set(plan.levels) == {ATTENTION}
+        backward = autograd_backward_bytes(model, rows, each, keys / rows, attn_saved)
+        return max(autograd_forward_bytes(model, rows, each), backward + (0 if attn_saved else sizes["attn"]), head)
     recomputed = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]
     forward = each * forward_elements(model, saves_activations=not recomputed)
     backward = each * max(recompute_elements(model, attn_saved=not recomputed), backward_elements(model, keys / rows))
@@ -35,8 +42,6 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
         forward = max(forward, fp8_forward_bytes(model, saves_activations=not recomputed))
         backward = max(backward, fp8_backward_bytes(model))
         cached = 2 * sum(_matrices(model))  # weights of one layer, in both layouts
-    head = plan.loss_tokens * head_elements(model) * each + rows * model.hidden * each
-    head += head_temporary_bytes(model, plan)
     behind = max(rows * backward, _accumulating_backward_bytes(model, plan, backward))
     return max(rows * forward, recomputed + behind, head) + cached
 
