@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import has_plain_layers
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.spec import Model
 from llmb.models.architectures import build_model
 from llmb.models.decoder import parameter_generator
@@ -76,10 +76,10 @@ def _slices_by_parameter(model: Model) -> dict[str, list[tuple[int, ParamSlice]]
 
 
 def _layer_slices(model: Model, layer: str) -> list[ParamSlice]:
-    if not has_plain_layers(model):
+    if not has_llama_layers(model):
         return [ParamSlice(f"{layer}.{name}", i, ALL, ALL) for i, name in enumerate(layer_param_shapes(model))]
     heads = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
-    return [
+    slices = [
         *_stacked(0, {f"{layer}.attention.{name}.weight": count * model.head_dim for name, count in heads.items()}),
         ParamSlice(f"{layer}.attention.o.weight", 1, ALL, ALL),
         *_stacked(2, {f"{layer}.mlp.{name}.weight": model.ffn for name in ("gate", "up")}),
@@ -87,6 +87,16 @@ def _layer_slices(model: Model, layer: str) -> list[ParamSlice]:
         ParamSlice(f"{layer}.attention_norm.weight", 4, ALL, ALL),
         ParamSlice(f"{layer}.mlp_norm.weight", 5, ALL, ALL),
     ]
+    if model.qkv_bias:
+        slices += _stacked(
+            6, {f"{layer}.attention.{name}_bias": count * model.head_dim for name, count in heads.items()}
+        )
+    if model.qk_norm is not None:
+        first = 6 + model.qkv_bias  # behind matrices and norms of blocks
+        slices += [
+            ParamSlice(f"{layer}.attention.{name}_norm.weight", first + i, ALL, ALL) for i, name in enumerate("qk")
+        ]
+    return slices
 
 
 def _stacked(tensor: int, rows_of: dict[str, int]) -> list[ParamSlice]:

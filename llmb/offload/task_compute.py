@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned, has_plain_layers
+from llmb.config.llama_layer_shapes import aligned, has_llama_layers, layer_weight_shapes
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
 from llmb.models.autograd_layer import AutogradLayer
@@ -106,12 +106,13 @@ class TaskRunner:
         self.model, self.plan, self.arena, self.stats = model, plan, arena, stats
         self.rope_rows, self.seed = rope_rows, seed
         self.buckets, self.dtypes = ParamBuckets(model), offload_dtypes(plan)
+        self.weight_names = [*layer_weight_shapes(model)]
         self.fp8 = Fp8ModelWeights(model, arena.device) if plan.dtype == "fp8" else None
         linears: Any = PlainLinears if self.fp8 is None else Fp8Linears
         self.layers: dict[str, LlamaLayer[Any]] = {}  # by letter of the attention pattern; or else
         self.autograd_layers: dict[str, AutogradLayer] = {}
         for kind in set(model.attention_pattern):
-            if has_plain_layers(model):
+            if has_llama_layers(model):
                 self.layers[kind] = LlamaLayer(model, linears, KEY_BLOCK, kind=kind)
             else:
                 self.autograd_layers[kind] = AutogradLayer(model, [*layer_param_shapes(model)], kind, KEY_BLOCK)
@@ -274,7 +275,8 @@ class TaskRunner:
         return weights if self.fp8 is None else self.fp8.layer(operation.task.layer, pass_name, weights)
 
     def _layer_weights(self, operation: Operation, kind: str) -> LayerWeights:
-        return LayerWeights(*self._bucket(operation, BufferKey(kind, operation.task.layer)))
+        tensors = self._bucket(operation, BufferKey(kind, operation.task.layer))
+        return LayerWeights(**dict(zip(self.weight_names, tensors, strict=True)))
 
     def _residual(self, operation: Operation, kind: str, layer: int) -> Tensor:
         chunk = operation.task.chunk

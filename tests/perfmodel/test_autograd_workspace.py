@@ -36,9 +36,10 @@ QWEN3_30B_A3B = replace(
     QWEN3_8B, name="Qwen3-30B-A3B", architecture="qwen3_moe", layers=48, hidden=2048, kv_heads=4, ffn=6144,
     experts=MoEConfig(count=128, top_k=8, ffn=768),
 )  # fmt: skip
+GELU_8B = replace(QWEN3_8B, name="gelu", architecture="gemma3", activation="gelu")
 MODELS: dict[str, Model] = {
-    "Qwen2.5-7B": replace(LLAMA_8B, architecture="qwen2", hidden=3584, ffn=18944, heads=28, kv_heads=4, qkv_bias=True),
-    "Qwen3-8B": QWEN3_8B,
+    "qkv and o biases": replace(LLAMA_8B, ffn=18944, kv_heads=4, qkv_bias=True, o_bias=True),
+    "gelu": GELU_8B,
     "OLMo-2-7B": replace(
         LLAMA_8B, architecture="olmo2", ffn=11008, kv_heads=32, qk_norm="projection", pre_norms=False, post_norms=True
     ),
@@ -127,13 +128,13 @@ def test_flops_are_counted(name: str, dry_runs: dict[Any, Any]) -> None:
 
 
 def test_peak_of_a_layer_by_hand() -> None:
-    """Of Qwen3-8B at the gradient of the down projection, which exists outside of its buffer at that time."""
+    """At the gradient of the down projection, which exists outside of its buffer at that time."""
     activations = 4 * 12288 + 4 * 4096  # gate, up, their product and its gradient; residual, normed, output, gradient
     expected = 2 * (ROWS * activations + 4096 * 12288)
-    assert autograd_backward_bytes(QWEN3_8B, ROWS, 2, 1.0, attn_saved=True) == expected
+    assert autograd_backward_bytes(GELU_8B, ROWS, 2, 1.0, attn_saved=True) == expected
     before_attention = 4096 + 6144 + 5120  # normed; queries, keys, values; queries and keys before their norms
     expected += 2 * ROWS * before_attention
-    assert autograd_backward_bytes(QWEN3_8B, ROWS, 2, 1.0, attn_saved=False) == expected
+    assert autograd_backward_bytes(GELU_8B, ROWS, 2, 1.0, attn_saved=False) == expected
 
 
 def test_experts_that_a_token_uses_count_in_flops_and_all_of_them_in_bytes() -> None:
@@ -152,15 +153,15 @@ def test_buckets_hold_all_weights_once(name: str) -> None:
 
 
 def test_recomputed_attention_is_part_of_the_workspace() -> None:
-    saved, recomputed = (workspace_bytes(QWEN3_8B, plan_of(levels=level * 36, loss_tokens=128)) for level in ("A", "I"))
-    assert recomputed - saved > buffer_bytes(QWEN3_8B, plan_of())["attn"]
+    saved, recomputed = (workspace_bytes(GELU_8B, plan_of(levels=level * 36, loss_tokens=128)) for level in ("A", "I"))
+    assert recomputed - saved > buffer_bytes(GELU_8B, plan_of())["attn"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "host_gib", "device_gib"), [(QWEN3_8B, 75, 24), (QWEN3_30B_A3B, 300, 78)])
 def test_published_models_have_plans_within_their_budgets(model: Model, host_gib: float, device_gib: float) -> None:
     constraints = PlanConstraints(dtype="bf16", seqlen=8192, host_gib=host_gib, device_gib=device_gib)
     result = best_plan(model, constraints, H200)
-    assert set(result.plan.levels) <= {"A", "I"}
+    assert ("F" in result.plan.levels) == (model is QWEN3_8B)  # whose layers have explicit backward
     assert sum(result.device_bytes.values()) <= device_gib * GIB
     assert sum(result.host_bytes.values()) <= host_gib * GIB

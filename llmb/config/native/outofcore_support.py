@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from llmb.config.llama_layer_shapes import check_fp8_widths, check_plain_layers, has_plain_layers
+from llmb.config.llama_layer_shapes import check_fp8_widths, check_llama_layers, has_llama_layers
 from llmb.config.lr_schedule import check_lr_steps
 from llmb.config.native.number_formats import check_fp8_recipe
 from llmb.config.offload_plan import FULL, Plan
@@ -46,7 +46,7 @@ def check_outofcore_model(model: Model, dtype: str) -> None:
         raise ConfigError(f"out-of-core training does not compute rope=None of {model.name}")
     if dtype == "fp8":
         try:
-            check_plain_layers(model)
+            check_llama_layers(model)
         except ConfigError as error:
             raise ConfigError(f"out-of-core training in fp8: {error}; use dtype=bf16") from None
         check_fp8_widths(model)
@@ -70,7 +70,7 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
         )
         != config.model.layers * chunks,
         f"level {FULL} in workload.plan.levels of {config.model.name}, whose layers recompute": FULL in plan.levels
-        and not has_plain_layers(config.model),
+        and not has_llama_layers(config.model),
     }
     messages = [message for message, applies in problems.items() if applies]
     if messages:

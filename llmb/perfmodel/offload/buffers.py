@@ -116,6 +116,7 @@ def buffer_bytes(model: Model, plan: Plan) -> dict[str, int]:
     grad = 4 if plan.dtype == "fp32" else GRAD_BYTES[plan.update]
     all_heads = rows * width * itemsize
     residual = rows * model.hidden * itemsize
+    keys = rows * kv_width * itemsize if model.qk_norm is not None else 0  # before their norms
     return {
         "param": numel * itemsize,
         "grad": numel * grad,
@@ -123,7 +124,7 @@ def buffer_bytes(model: Model, plan: Plan) -> dict[str, int]:
         "inp": aligned(residual),
         "kv": 2 * aligned(context * kv_width * itemsize),
         "attn": aligned(all_heads) + aligned(4 * model.heads * rows),
-        "rest": aligned(all_heads) + aligned(residual) + aligned(rows * 2 * model.ffn * itemsize),
+        "rest": aligned(all_heads) + aligned(residual) + aligned(rows * 2 * model.ffn * itemsize) + aligned(keys),
         "dstream": aligned(residual),
         "dkv": 2 * aligned(4 * context * kv_width),
     }

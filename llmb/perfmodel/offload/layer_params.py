@@ -3,11 +3,11 @@
     layer_shapes(model)             # in the order in which they lie in the bucket: matrices, then vectors
     layer_param_shapes(model)       # the same by name, of a layer that autograd computes
 
-A plain Llama layer has explicit backward and stacks the matrices that one GEMM takes (`llama_layer_shapes.py`). In any
+A Llama layer has explicit backward and stacks the matrices that one GEMM takes (`llama_layer_shapes.py`). In any
 other layer each parameter is a tensor of its own, named as in `llmb/models`; experts are stacked as there.
 """
 
-from llmb.config.llama_layer_shapes import has_plain_layers, layer_weight_shapes
+from llmb.config.llama_layer_shapes import has_llama_layers, layer_weight_shapes
 from llmb.config.spec import Model
 
 Shape = tuple[int, ...]
@@ -15,7 +15,8 @@ Shape = tuple[int, ...]
 
 def layer_shapes(model: Model) -> tuple[Shape, ...]:
     """Return the shapes of a layer's tensors."""
-    return layer_weight_shapes(model) if has_plain_layers(model) else tuple(layer_param_shapes(model).values())
+    shapes = layer_weight_shapes(model) if has_llama_layers(model) else layer_param_shapes(model)
+    return tuple(shapes.values())
 
 
 def layer_param_shapes(model: Model) -> dict[str, Shape]:

@@ -2,13 +2,13 @@
 
     layer_work(model, plan).gemm_macs
 
-A plain Llama layer recomputes only what backward needs. A layer under autograd (`llmb/models/autograd_layer.py`) runs
+A Llama layer recomputes only what backward needs. A layer under autograd (`llmb/models/autograd_layer.py`) runs
 its forward pass again, without the attention if that was saved.
 """
 
 from typing import NamedTuple
 
-from llmb.config.llama_layer_shapes import has_plain_layers
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 from llmb.perfmodel.block_costs import block_stack
@@ -30,21 +30,25 @@ class LayerWork(NamedTuple):
 def layer_work(model: Model, plan: Plan) -> LayerWork:
     """Return the work of a layer in the plan's dtype."""
     gradient = buffer_bytes(model, plan)["grad"] / ParamBuckets(model).bucket_numel
-    return _plain(model, plan, gradient) if has_plain_layers(model) else _autograd(model, plan, gradient)
+    return _plain(model, plan, gradient) if has_llama_layers(model) else _autograd(model, plan, gradient)
 
 
 def _plain(model: Model, plan: Plan, gradient: float) -> LayerWork:
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     matrices = model.hidden * (2 * width + 2 * kv_width + 3 * model.ffn)
     itemsize, operands = activation_itemsize(plan), operand_bytes(model, plan)
+    norms, bias, qkv = (width + kv_width) * (model.qk_norm is not None), model.qkv_bias, width + 2 * kv_width
     return LayerWork(
         gemm_macs=matrices,
-        recompute_macs=model.hidden * (2 * width + 2 * model.ffn),
-        # Two residual adds; RoPE, in place.
-        forward_bytes=itemsize * (2 * 3 * model.hidden + 2 * (width + kv_width)) + operands.forward,
-        recompute_bytes=itemsize * (3 * model.hidden + 2 * width) + operands.recompute,
-        # RoPE backward, accumulation of dk and dv.
-        backward_bytes=itemsize * (2 * (width + kv_width) + 2 * kv_width * 4) + operands.backward,
+        recompute_macs=model.hidden * (2 * width + 2 * model.ffn + (kv_width if norms else 0)),
+        # Two residual adds; RoPE, norms and biases, in place.
+        forward_bytes=itemsize * (2 * 3 * model.hidden + 2 * (width + kv_width) + 2 * norms + 2 * qkv * bias)
+        + operands.forward,
+        recompute_bytes=itemsize * (3 * model.hidden + 2 * width + 2 * (qkv - kv_width) * bias) + operands.recompute,
+        # RoPE backward, accumulation of dk and dv; queries again, norms' backward and a copy; sums for biases.
+        backward_bytes=itemsize * (2 * (width + kv_width) + 2 * kv_width * 4 + (4 * width + 5 * norms) * bool(norms))
+        + itemsize * qkv * bias
+        + operands.backward,
         # Every weight gradient is read and written once more to accumulate. In fp8 that is a separate pass, which also
         # reads the addend.
         gradient_bytes=(3.0 if plan.dtype == "fp8" else 2.0) * matrices * gradient,

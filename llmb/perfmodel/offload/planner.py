@@ -8,7 +8,7 @@ Both go into config.json: the engine only executes the plan, and whoever reads t
 from dataclasses import asdict, fields, replace
 from functools import cache
 
-from llmb.config.llama_layer_shapes import has_plain_layers
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.spec import Model, OutOfCore, Prediction
 from llmb.errors import ConfigError, UnknownName
@@ -63,8 +63,8 @@ def _check(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -> None:
         raise UnknownName("dtype of out-of-core training", dtype, DTYPES)
     check_outofcore_model(model, dtype)
     for name in ("full_saves", "activation_slots"):
-        if getattr(workload, name) and not has_plain_layers(model):
-            raise ConfigError(f"{name} has no effect on {model.name}: only plain Llama layers save all activations")
+        if getattr(workload, name) and not has_llama_layers(model):
+            raise ConfigError(f"{name} has no effect on {model.name}: its layers recompute all but attention")
     if dtype == "fp8" and rates.gpu != "cpu" and not _has_fp8(rates):
         raise ConfigError(f"{hardware.gpu(rates.gpu).title} has no fp8 gemms; choose bf16")
     if dtype == "fp32" and workload.update != "stochastic":

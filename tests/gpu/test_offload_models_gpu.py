@@ -1,4 +1,4 @@
-"""Out-of-core training of layers under autograd on a GPU: as in memory, within its budget, without synchronization."""
+"""Out-of-core training of Qwen3, mixtures and others on a GPU: as in memory, in its budget, without synchronization."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from dense_cases import DENSE_CASES
 from mixture_cases import MIXTURE_CASES
 from reference_training import LEAST, SMOOTH, train_reference, trained, trainer_of, weights_in
 
-from llmb.config.llama_layer_shapes import has_plain_layers
+from llmb.config.llama_layer_shapes import has_llama_layers, has_plain_layers
 from llmb.config.offload_plan import Plan
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, Model, MoEConfig, OutOfCore, Parallel, Precision, RunConfig
@@ -63,6 +63,8 @@ def streaming_plan(model: Model, **changes: object) -> Plan:
         param_blocks=shards + 1, grad_blocks=shards + 1, state_blocks=2, inp_slots=8, kv_slots=4, attn_slots=6,
         rest_slots=0, levels="AIA" * 2 * model.layers,
     )  # fmt: skip
+    if has_llama_layers(model):
+        plan = replace(plan, rest_slots=4, levels="FAI" * 2 * model.layers)
     return replace(plan, **changes)
 
 
@@ -71,7 +73,8 @@ def test_small_models_train_as_on_cpu(model: Model, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)
     shards = ParamBuckets(model).vocab_shards
     plan = replace(LEAST, gbs=3, chunk_tokens=4, groups_per_round=2, param_blocks=shards, grad_blocks=shards)
-    plan = replace(plan, levels=("AIIAA" * model.layers * 2)[: model.layers * 6])
+    letters = "FAIIFA" if has_llama_layers(model) else "AIIAA"
+    plan = replace(plan, levels=(letters * model.layers * 2)[: model.layers * 6])
     losses, norms, network = train_reference(model, plan, 2, None)
     trainer = trainer_of(model, plan, device=GPU)
     actual_losses, actual_norms = trained(trainer, 2)
@@ -98,6 +101,16 @@ def test_first_loss_and_gradient_norm_are_those_in_memory(model: Model) -> None:
     expected_norm = torch.nn.utils.get_total_norm([parameter.grad.float() for parameter in network.parameters()])
     assert loss == pytest.approx(expected.item(), rel=2e-3)
     assert norm == pytest.approx(expected_norm.item(), rel=2e-2)
+
+
+def test_fp8_of_qwen3_follows_bf16() -> None:
+    losses = {
+        dtype: trained(
+            trainer_of(QWEN3, streaming_plan(QWEN3, dtype=dtype), device=GPU, initial=True, rate=lambda _: 1e-4), 3
+        )[0]
+        for dtype in ("bf16", "fp8")
+    }
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
 
 
 @pytest.mark.parametrize("model", [QWEN3, MIXTURE], ids=lambda model: model.name)
