@@ -137,10 +137,6 @@ WRONG = [
     ([*DOCUMENT, "--set", "plan=mine"], "unknown field (--set) for outofcore_llama3: 'plan'"),
     ([*DOCUMENT, "--set", "pack=true"], "pack has no effect on synthetic tokens"),
     ([*DOCUMENT, "--set", "model.gated=false"], "out-of-core training does not compute gated=False"),
-    (
-        [*DOCUMENT, "--set", "model.qk_norm=head", "--dtype", "fp8"],
-        "in fp8: layers with explicit backward are those of",
-    ),
     ([*DOCUMENT, "--set", "tp=2"], "unknown field (--set) for outofcore_llama3: 'tp'"),
     ([*DOCUMENT, "--proxy", "true-width"], "needs no true-width proxy"),
     ([*DOCUMENT, "--dtype", "fp8", "--gpu-type", "a100", "--scale", "1", "--force"], "has no fp8 gemms"),
