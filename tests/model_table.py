@@ -9,7 +9,8 @@ from dense_cases import DENSE_CASES
 from mixture_cases import MIXTURE_CASES
 from small_models import SMALL_MODELS
 
-from llmb.config.llama_layer_shapes import check_plain_llama, has_plain_layers
+from llmb.config.llama_layer_shapes import has_plain_layers
+from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.parallel_layout import check_model, check_serving
 from llmb.config.spec import Model, Parallel
 from llmb.errors import ConfigError
@@ -71,9 +72,9 @@ def _out_of_core(cases: Iterable[Model]) -> str:
     outcomes = []
     for model in cases:
         try:
-            check_plain_llama(model)
+            check_outofcore_model(model, "bf16")
         except ConfigError as error:
-            outcomes.append(f"no: {str(error).partition(': ')[2].partition(' of ')[0]}")
+            outcomes.append(f"no: {str(error).partition('does not compute ')[2].partition('=')[0]}")
         else:
             outcomes.append("yes")
     return ", ".join(dict.fromkeys(outcomes))

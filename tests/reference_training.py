@@ -1,4 +1,4 @@
-"""A small Llama trained out of core and, as a reference, with autograd and torch.optim.AdamW."""
+"""A small model trained out of core and, as a reference, with autograd and torch.optim.AdamW."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from small_models import llama_model
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
-from llmb.models.llama import Llama
+from llmb.models.architectures import Network, build_model
 from llmb.offload.bucket_params import param_slices
 from llmb.offload.buffer_views import bucket_tensors
 from llmb.offload.chunked_batches import ChunkedBatches
@@ -51,9 +51,9 @@ def lr(step: int) -> float:
     return 1e-3 * (1 + step % 3)
 
 
-def network_of(model: Model) -> Llama:
+def network_of(model: Model) -> Network:
     """Return a network with weights large enough that attention matters, and norm weights other than 1."""
-    network = Llama(model)
+    network = build_model(model)
     network.init_weights(SEED)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def network_of(model: Model) -> Llama:
 
 def train_reference(
     model: Model, plan: Plan, steps: int, clip: float | None, eps: float = SMOOTH
-) -> tuple[list[float], list[float], Llama]:
+) -> tuple[list[float], list[float], Network]:
     """Return losses and gradient norms of each step, and the trained network; the plan only sets the batch."""
     return _train_on_whole_sequences(model, (plan.gbs, plan.seqlen + 1), steps, clip, eps)
 
@@ -75,8 +75,8 @@ def train_reference(
 @cache
 def _train_on_whole_sequences(
     model: Model, shape: tuple[int, int], steps: int, clip: float | None, eps: float
-) -> tuple[list[float], list[float], Llama]:
-    def backward(network: Llama, step: int) -> float:
+) -> tuple[list[float], list[float], Network]:
+    def backward(network: Network, step: int) -> float:
         tokens = synthetic_tokens(SEED, (step - 1) * shape[0], shape, model.vocab, CPU)
         loss = network(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -87,11 +87,11 @@ def _train_on_whole_sequences(
 
 def train_by_autograd(
     model: Model,
-    backward: Callable[[Llama, int], float],
+    backward: Callable[[Network, int], float],
     steps: int,
     clip: float | None = None,
     eps: float = SMOOTH,
-) -> tuple[list[float], list[float], Llama]:
+) -> tuple[list[float], list[float], Network]:
     """Train with the gradients and losses of `backward`, given the network and the step."""
     network = network_of(model)
     matrices, norms = ([p for p in network.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
@@ -137,7 +137,7 @@ def trainer_of(
     return trainer
 
 
-def set_weights(trainer: Trainer, network: Llama) -> None:
+def set_weights(trainer: Trainer, network: Network) -> None:
     """Copy the network's weights to the trainer."""
     named = dict(network.named_parameters())
     for bucket in trainer.buckets:
@@ -148,7 +148,7 @@ def set_weights(trainer: Trainer, network: Llama) -> None:
 
 def weights_in(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return the trainer's weights by name."""
-    weights = {name: torch.full(p.shape, torch.nan) for name, p in Llama(trainer.model).named_parameters()}
+    weights = {name: torch.full(p.shape, torch.nan) for name, p in build_model(trainer.model).named_parameters()}
     for bucket in trainer.buckets:
         tensors = bucket_tensors(trainer.weights_of(bucket), ParamBuckets(trainer.model).tensors(bucket))
         for place in param_slices(trainer.model, bucket):

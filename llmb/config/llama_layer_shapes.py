@@ -1,9 +1,10 @@
-"""Weight shapes of a plain Llama layer, and checks that a model consists of such layers.
+"""Weight shapes of a Llama layer, and checks that a model consists of such layers.
 
 Shared by the layer with explicit backward (`llmb/models/llama_layer`) and the planner of out-of-core training, which
 must agree on the memory layout.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from llmb.config.spec import Model
@@ -12,13 +13,12 @@ from llmb.perfmodel.params import FP8_ALIGNMENT, unaligned_fp8_widths
 
 ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 
-# Other models would silently be trained as plain Llamas: fields of the layers, and of what is outside of them.
+# Fields of other layers, which would silently be trained as plain ones.
 LAYER_FIELDS: dict[str, Any] = {
     "gated": True, "activation": "silu", "pre_norms": True, "post_norms": False, "qkv_bias": False, "o_bias": False,
     "qk_norm": None, "local_rope": None, "attention_sinks": False,
     "attn_logit_softcap": None, "pattern": None, "experts": None, "mla": None, "mamba": None,
 }  # fmt: skip
-END_FIELDS: dict[str, Any] = {"embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": None}
 
 
 def aligned(elements: int) -> int:
@@ -26,34 +26,52 @@ def aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def layer_weight_shapes(model: Model) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of wqkv, wo, w13 (gate and up), w2 (down) and both norms."""
+def layer_weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of wqkv, wo, w13 (gate and up), w2 (down), both norms, and of what a model may have more.
+
+    That is a bias of queries, keys and values, and norms of each head of queries and keys. Names are those of
+    `LayerWeights`, in their order.
+    """
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return (
-        (width + 2 * kv_width, model.hidden),
-        (model.hidden, width),
-        (2 * model.ffn, model.hidden),
-        (model.hidden, model.ffn),
-        (model.hidden,),
-        (model.hidden,),
-    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "wqkv_XC": (width + 2 * kv_width, model.hidden),
+        "wo_CA": (model.hidden, width),
+        "w13_2FC": (2 * model.ffn, model.hidden),
+        "w2_CF": (model.hidden, model.ffn),
+        "norm1_C": (model.hidden,),
+        "norm2_C": (model.hidden,),
+    }
+    if model.qkv_bias:
+        shapes["bqkv_X"] = (width + 2 * kv_width,)
+    if model.qk_norm is not None:
+        shapes |= {"q_norm_D": (model.head_dim,), "k_norm_D": (model.head_dim,)}
+    return shapes
 
 
 def has_plain_layers(model: Model) -> bool:
-    """Return whether the layer with explicit backward computes the layers of a model."""
+    """Return whether layers are those of a plain Llama: in-memory training computes them with explicit backward."""
     return model.rope is not None and all(getattr(model, name) == plain for name, plain in LAYER_FIELDS.items())
 
 
-def check_plain_llama(model: Model) -> None:
-    """Refuse any other model in one line."""
-    for field, plain in (LAYER_FIELDS | END_FIELDS).items():
-        if getattr(model, field) != plain:
+def has_llama_layers(model: Model) -> bool:
+    """Return whether the layer with explicit backward computes them: also with a qkv bias and norms of heads."""
+    return has_plain_layers(_without_extras(model))
+
+
+def _without_extras(model: Model) -> Model:
+    return replace(model, qkv_bias=False, qk_norm=None if model.qk_norm == "head" else model.qk_norm)
+
+
+def check_llama_layers(model: Model) -> None:
+    """Refuse a model of other layers in one line."""
+    for field, plain in LAYER_FIELDS.items():
+        if getattr(_without_extras(model), field) != plain:
             raise ConfigError(
-                f"out-of-core training supports plain Llamas only: {field} of {model.name} must be {plain!r}, "
+                f"layers with explicit backward are those of Llamas: {field} of {model.name} must be {plain!r}, "
                 f"got {getattr(model, field)!r}"
             )
     if model.rope is None:
-        raise ConfigError(f"out-of-core training supports plain Llamas only: {model.name} has no RoPE")
+        raise ConfigError(f"layers with explicit backward are those of Llamas: {model.name} has no RoPE")
 
 
 def check_fp8_widths(model: Model) -> None:

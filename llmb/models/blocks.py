@@ -189,6 +189,14 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(norm_width, model.norm_eps) for norm_width in norm_widths)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
+        q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in self.qkv_heads(x_BTC, cos_TD, sin_TD))
+        settings: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
+        if self.sinks is not None:
+            settings["sinks_H"] = self.sinks
+        return self.project_out(self.attend(q_BHTD, k_BHTD, v_BHTD, **settings).transpose(1, 2))
+
+    def qkv_heads(self, x_BTC: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as attention takes them, [B, T, heads, D]: with biases, norms and RoPE."""
         biases = self.q_bias, self.k_bias, self.v_bias
         q_BTA, k_BTA, v_BTA = (_add_bias(y, bias) for y, bias in zip(self.project_qkv(x_BTC), biases, strict=True))
         if self.qk_norm == "projection":
@@ -198,12 +206,11 @@ class Attention(nn.Module):
             q_BTHD, k_BTHD = self.q_norm(q_BTHD), self.k_norm(k_BTHD)
         if cos_TD is not None and sin_TD is not None:
             q_BTHD, k_BTHD = fused_rope(q_BTHD, cos_TD, sin_TD), fused_rope(k_BTHD, cos_TD, sin_TD)
-        q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        settings: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
-        if self.sinks is not None:
-            settings["sinks_H"] = self.sinks
-        out_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, **settings)
-        out_BTC = self.o(out_BHTD.transpose(1, 2).flatten(2))
+        return q_BTHD, k_BTHD, v_BTHD
+
+    def project_out(self, attn_BTHD: Tensor) -> Tensor:
+        """Project the attention of all heads, with the output bias."""
+        out_BTC = self.o(attn_BTHD.flatten(2))
         return out_BTC if self.o_bias is None else _add_bias(out_BTC, self.o_bias * self.o_bias_scale)
 
     def project_qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:

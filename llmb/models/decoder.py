@@ -45,7 +45,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
         normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
-        x_BTC = x_BTC + self.attention_post_norm(self.attention(normed_BTC, cos_TD, sin_TD))
+        return self.behind_attention(x_BTC, self.attention(normed_BTC, cos_TD, sin_TD))
+
+    def behind_attention(self, x_BTC: Tensor, attention_BTC: Tensor) -> Tensor:
+        """Add the attention's output to the residual, and then that of the MLP."""
+        x_BTC = x_BTC + self.attention_post_norm(attention_BTC)
         normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
         return x_BTC + self.mlp_post_norm(self.mlp(normed_BTC))
 

@@ -1,4 +1,4 @@
-"""Named parameters of a Llama inside parameter buckets, and their initial values.
+"""Named parameters of a model inside parameter buckets, and their initial values.
 
     for param in param_slices(model, bucket):
         tensors[param.tensor][param.rows] == network.get_parameter(param.name)[param.source]
@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.spec import Model
+from llmb.models.architectures import build_model
 from llmb.models.decoder import parameter_generator
-from llmb.models.llama import Llama
 from llmb.offload.buffer_views import bucket_tensors
 from llmb.perfmodel.offload.buffers import ParamBuckets
+from llmb.perfmodel.offload.layer_params import layer_param_shapes
 
 ALL = slice(None)
 
@@ -50,11 +52,11 @@ def param_slices(model: Model, bucket: int) -> list[ParamSlice]:
 def init_bucket_weights(model: Model, seed: int, weights_of: Callable[[int], Tensor], scratch: Scratch) -> None:
     """Initialise all weights, straight to where each bucket lives.
 
-    They equal those of `Llama(model).init_weights(seed)` on the same device: a parameter's values depend on the seed
-    and its name alone. A parameter is drawn whole, in fp32, in scratch memory. `weights_of(bucket)`: its elements.
+    They equal those of `build_model(model).init_weights(seed)` on the same device: a parameter's values depend on the
+    seed and its name alone. A parameter is drawn whole, in fp32, in scratch memory. `weights_of(bucket)`: its elements.
     """
     with torch.device("meta"):
-        network = Llama(model)
+        network = build_model(model)
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
     for name, slices in _slices_by_parameter(model).items():
         values = scratch(shapes[name])
@@ -74,8 +76,10 @@ def _slices_by_parameter(model: Model) -> dict[str, list[tuple[int, ParamSlice]]
 
 
 def _layer_slices(model: Model, layer: str) -> list[ParamSlice]:
+    if not has_llama_layers(model):
+        return [ParamSlice(f"{layer}.{name}", i, ALL, ALL) for i, name in enumerate(layer_param_shapes(model))]
     heads = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
-    return [
+    slices = [
         *_stacked(0, {f"{layer}.attention.{name}.weight": count * model.head_dim for name, count in heads.items()}),
         ParamSlice(f"{layer}.attention.o.weight", 1, ALL, ALL),
         *_stacked(2, {f"{layer}.mlp.{name}.weight": model.ffn for name in ("gate", "up")}),
@@ -83,6 +87,16 @@ def _layer_slices(model: Model, layer: str) -> list[ParamSlice]:
         ParamSlice(f"{layer}.attention_norm.weight", 4, ALL, ALL),
         ParamSlice(f"{layer}.mlp_norm.weight", 5, ALL, ALL),
     ]
+    if model.qkv_bias:
+        slices += _stacked(
+            6, {f"{layer}.attention.{name}_bias": count * model.head_dim for name, count in heads.items()}
+        )
+    if model.qk_norm is not None:
+        first = 6 + model.qkv_bias  # behind matrices and norms of blocks
+        slices += [
+            ParamSlice(f"{layer}.attention.{name}_norm.weight", first + i, ALL, ALL) for i, name in enumerate("qk")
+        ]
+    return slices
 
 
 def _stacked(tensor: int, rows_of: dict[str, int]) -> list[ParamSlice]:

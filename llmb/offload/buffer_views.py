@@ -28,7 +28,8 @@ Shape = tuple[int, ...]
 
 def layer_weights_view(elements: Tensor, model: Model) -> LayerWeights:
     """Return the weights of a layer in a flat buffer."""
-    return LayerWeights(*bucket_tensors(elements, layer_weight_shapes(model)))
+    shapes = layer_weight_shapes(model)
+    return LayerWeights(**dict(zip(shapes, bucket_tensors(elements, [*shapes.values()]), strict=True)))
 
 
 def bucket_tensors(elements: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -53,8 +54,10 @@ def attn_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> 
 
 
 def saved_activations_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> SavedActivations:
-    """Return a chunk's queries, residual, gate and up in a buffer of bytes."""
-    widths = (model.heads * model.head_dim, model.hidden, 2 * model.ffn)
+    """Return a chunk's queries, residual, gate and up in a buffer of bytes, and keys where they have norms."""
+    widths = [model.heads * model.head_dim, model.hidden, 2 * model.ffn]
+    if model.qk_norm is not None:
+        widths.append(model.kv_heads * model.head_dim)
     return SavedActivations(*_views(buffer, *(((tokens, width), dtype) for width in widths)))
 
 

@@ -2,7 +2,7 @@
 
     batches = ChunkedBatches(model, plan, seed, data, pack=False, device)
     for group in batches.step(1):                     # steps count from 1
-        cos_ND, sin_ND = batches.rope_rows(group, rows)
+        cos_ND, sin_ND = batches.rope_rows(group, rows, kind)
 
 Sequence number n has the same tokens as in ordinary training (`llmb/train`), so losses can be compared. Packed, a
 sequence is a range of a token file and each text in it a document: positions restart, attention stays inside, and the
@@ -55,7 +55,10 @@ class ChunkedBatches:
                 self._chunks[chunk.group].append(chunk)
         # For the rows of a group of whole sequences; packed documents index it by position.
         in_order_T = sequential_positions(plan.seqlen, device).repeat(plan.seqs_per_group)
-        self._cos_TD, self._sin_TD = rope_table(rope_config(model), model.head_dim, in_order_T)
+        full = rope_config(model)
+        ropes = {"F": full, "N": full, "S": model.local_rope or full}  # N: given, and left alone
+        tables = {rope: rope_table(rope, model.head_dim, in_order_T) for rope in set(ropes.values())}
+        self._rope_tables = {kind: tables[rope] for kind, rope in ropes.items()}
 
     def step(self, step: int) -> list[GroupBatch]:
         """Return all groups of a step."""
@@ -73,12 +76,16 @@ class ChunkedBatches:
         host_3T = torch.stack([tokens_BT[:, :-1], torch.from_numpy(labels_BT), torch.from_numpy(positions_BT)])
         return self._groups(self._on_device(host_3T.flatten(1)), beginnings, num_labels)
 
-    def rope_rows(self, group: GroupBatch, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of some tokens' positions, [N, half a head's width] in fp32, on the device."""
+    def rope_rows(self, group: GroupBatch, rows: slice, kind: str = "F") -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of some tokens' positions, [N, half a head's width] in fp32, on the device.
+
+        `kind` is a letter of the model's attention pattern.
+        """
+        cos_TD, sin_TD = self._rope_tables[kind]
         if not self._pack:
-            return self._cos_TD[rows], self._sin_TD[rows]
+            return cos_TD[rows], sin_TD[rows]
         positions_N = group.positions_T[rows]
-        return self._cos_TD.index_select(0, positions_N), self._sin_TD.index_select(0, positions_N)
+        return cos_TD.index_select(0, positions_N), sin_TD.index_select(0, positions_N)
 
     def _closing(self, tokens_BT: np.ndarray, first: int) -> np.ndarray:
         """Return where a document ends inside the batch; one that is cut by the end of a sequence does not."""

@@ -12,17 +12,19 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmb.config.spec import Model
-from llmb.models.hf_weights import SHARD_BYTES, save_tensors
-from llmb.models.llama import Llama
+from llmb.models.architectures import ARCHITECTURES
+from llmb.models.hf_weights import SHARD_BYTES, FileTensor, save_tensors
 from llmb.offload.bucket_params import ParamSlice, param_slices
 from llmb.offload.buffer_views import bucket_tensors
 from llmb.perfmodel.offload.buffers import ParamBuckets
 
+EXPERT = "{expert}"  # in names of files that hold one tensor for each expert
 BucketTensors = tuple[int, dict[str, Tensor]]  # its number, and its flat tensors: the weights are "param"
 
 
@@ -31,38 +33,53 @@ def export(folder: Path, model: Model, buckets: Iterable[BucketTensors], shard_b
     remaining = iter(buckets)
     first = next(remaining)
     dtype = first[1]["param"].dtype
-    tensors = _parameters(model, chain([first], remaining))
+    tensors = _parameters(model, chain([first], remaining), dtype)
     save_tensors(model, tensors, _sizes(model, dtype), folder, dtype, shard_bytes)
 
 
-def _parameters(model: Model, buckets: Iterable[BucketTensors]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole parameters by their Hugging Face names."""
-    names, layouts = Llama.hf_names(model), Llama.hf_layouts(model)
+def _parameters(model: Model, buckets: Iterable[BucketTensors], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole parameters by their Hugging Face names, and experts one by one where files hold them so."""
+    network: Any = ARCHITECTURES[model.architecture]
+    names, layouts = network.hf_names(model), network.hf_layouts(model)
     hf_counts, shards = Counter(names.values()), list[Tensor]()
-    parts: list[Tensor] = []  # of one tensor in files
+    parts: dict[str, Tensor] = {}  # of one tensor in files
     for bucket, tensors in buckets:
         views = bucket_tensors(tensors["param"], ParamBuckets(model).tensors(bucket))
         for param in param_slices(model, bucket):
             shards.append(views[param.tensor][param.rows].cpu())
             if _is_last(model, param):
-                whole = shards[0] if len(shards) == 1 else torch.cat(shards)
-                parts.append(layouts[param.name].to_hf(whole) if param.name in layouts else whole)
-                shards = []
-                if len(parts) == hf_counts[names[param.name]]:
-                    yield names[param.name], parts[0] if len(parts) == 1 else torch.cat(parts)
-                    parts = []
+                parts[param.name] = shards[0] if len(shards) == 1 else torch.cat(shards)
+                shards, hf_name = [], names[param.name]
+                if len(parts) == hf_counts[hf_name]:
+                    for name, values in _files_of(hf_name, [*parts.values()]):
+                        file_layouts = tuple(layouts.get(part) for part in parts)
+                        yield name, FileTensor(tuple(parts), values, file_layouts).value(dtype)
+                    parts = {}
+
+
+def _files_of(hf_name: str, parts: list[Tensor]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    """Yield the tensors in files that these parts are: one, or one for each expert."""
+    if EXPERT not in hf_name:
+        yield hf_name, tuple(parts)
+        return
+    for expert, values in enumerate(zip(*parts, strict=True)):
+        yield hf_name.format(expert=expert), values
 
 
 def _sizes(model: Model, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes of each tensor by its Hugging Face name, in the order of `_parameters`."""
-    names, sizes = Llama.hf_names(model), dict[str, int]()
+    network: Any = ARCHITECTURES[model.architecture]
+    names, sizes = network.hf_names(model), dict[str, int]()
     buckets = ParamBuckets(model)
     for bucket in range(buckets.count):
         shapes = buckets.tensors(bucket)
         for param in param_slices(model, bucket):
             rows, *columns = shapes[param.tensor]
-            num_rows = len(range(rows)[param.rows])
-            sizes[names[param.name]] = sizes.get(names[param.name], 0) + num_rows * prod(columns) * dtype.itemsize
+            hf_name, num_rows = names[param.name], len(range(rows)[param.rows])
+            experts = num_rows if EXPERT in hf_name else 1
+            for expert in range(experts):
+                name = hf_name.format(expert=expert)
+                sizes[name] = sizes.get(name, 0) + num_rows // experts * prod(columns) * dtype.itemsize
     return sizes
 
 

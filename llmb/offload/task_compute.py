@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned
+from llmb.config.llama_layer_shapes import aligned, has_llama_layers, layer_weight_shapes
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
+from llmb.models.autograd_layer import AutogradLayer
 from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, Fp8ModelWeights, PassName
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
 from llmb.models.llama_layer.layer import LlamaLayer
@@ -35,14 +36,14 @@ from llmb.offload.executor import Compute
 from llmb.offload.vocab_ends import embed, embed_backward, head_loss
 from llmb.ops.optim.adam import adam_update
 from llmb.perfmodel.offload.buffers import BufferKey, ParamBuckets
+from llmb.perfmodel.offload.layer_params import layer_param_shapes
 from llmb.perfmodel.offload.program import Operation
 from llmb.perfmodel.offload.step_tasks import Chunk
 from llmb.perfmodel.offload.workspace import KEY_BLOCK
 from llmb.runtime.adamw_settings import BETAS, EPS, WEIGHT_DECAY
 
 Shapes = tuple[tuple[int, ...], ...]
-RopeRows = Callable[[GroupBatch, slice], tuple[Tensor, Tensor]]  # cosine and sine of some tokens of a group
-MATRICES = 4  # first tensors of a layer's bucket; a vocabulary shard has one
+RopeRows = Callable[[GroupBatch, slice, str], tuple[Tensor, Tensor]]  # cosine and sine of some tokens, kind of layer
 
 
 class AdamStep(NamedTuple):
@@ -105,11 +106,16 @@ class TaskRunner:
         self.model, self.plan, self.arena, self.stats = model, plan, arena, stats
         self.rope_rows, self.seed = rope_rows, seed
         self.buckets, self.dtypes = ParamBuckets(model), offload_dtypes(plan)
+        self.weight_names = [*layer_weight_shapes(model)]
         self.fp8 = Fp8ModelWeights(model, arena.device) if plan.dtype == "fp8" else None
         linears: Any = PlainLinears if self.fp8 is None else Fp8Linears
-        self.layers: dict[str, LlamaLayer[Any]] = {
-            kind: LlamaLayer(model, linears, KEY_BLOCK, kind=kind) for kind in set(model.attention_pattern)
-        }
+        self.layers: dict[str, LlamaLayer[Any]] = {}  # by letter of the attention pattern; or else
+        self.autograd_layers: dict[str, AutogradLayer] = {}
+        for kind in set(model.attention_pattern):
+            if has_llama_layers(model):
+                self.layers[kind] = LlamaLayer(model, linears, KEY_BLOCK, kind=kind)
+            else:
+                self.autograd_layers[kind] = AutogradLayer(model, [*layer_param_shapes(model)], kind, KEY_BLOCK)
         self._views: dict[tuple[str, int, Shapes], list[Tensor]] = {}  # of buffers, each created once
 
     def bind(self, groups: Sequence[GroupBatch], update: AdamStep) -> Compute:
@@ -140,24 +146,35 @@ class TaskRunner:
         if self.fp8 is not None and operation.task.round == chunk.place == 0:  # a step begins
             self.fp8.scales.update()
         shards = [self._bucket(operation, BufferKey("param", bucket))[0] for bucket in self.buckets.embedding]
-        embed(batch.tokens_T[_rows(chunk)], shards, self._residual(operation, "inp", 0))
+        out_NC = self._residual(operation, "inp", 0)
+        embed(batch.tokens_T[_rows(chunk)], shards, out_NC, self.model.embedding_scale)
 
     def _forward(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
         layer, group, number = operation.task.layer, chunk.group, chunk.number
         attn, saved = BufferKey("attn", layer, group, number), BufferKey("rest", layer, group, number)
-        self._layer(layer).forward(
+        if self.autograd_layers:
+            return self.autograd_layers[self._kind(layer)].forward(
+                self._bucket(operation, BufferKey("param", layer)),
+                self._residual(operation, "inp", layer),
+                self._kv(operation, BufferKey("kv", layer, group)),
+                batch.segments[number],
+                *self._cos_sin(layer, chunk, batch),
+                self._residual(operation, "inp", layer + 1),
+                self._attn(self._bytes(operation, attn), chunk) if attn in operation.buffers else None,
+            )
+        self.layers[self._kind(layer)].forward(
             self._weights(operation, "forward"),
             self._residual(operation, "inp", layer),
             self._kv(operation, BufferKey("kv", layer, group)),
             batch.segments[number],
-            *self._cos_sin(chunk, batch),
+            *self._cos_sin(layer, chunk, batch),
             self._residual(operation, "inp", layer + 1),
             self._attn(self._bytes(operation, attn), chunk) if attn in operation.buffers else None,
             self._saved(self._bytes(operation, saved), chunk) if saved in operation.buffers else None,
         )
 
-    def _layer(self, index: int) -> LlamaLayer[Any]:
-        return self.layers[self.model.attention_kind(index)]
+    def _kind(self, layer: int) -> str:
+        return self.model.attention_kind(layer)
 
     def _head(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
         params, grads = ([self._bucket(operation, BufferKey(kind, bucket)) for bucket in self.buckets.head]
@@ -173,31 +190,41 @@ class TaskRunner:
 
     def _backward(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
         task, group, number = operation.task, chunk.group, chunk.number
-        weights, input_NC = self._weights(operation, "backward"), self._residual(operation, "inp", task.layer)
-        kv = self._kv(operation, BufferKey("kv", task.layer, group))
-        segments, cos_sin = batch.segments[number], self._cos_sin(chunk, batch)
+        input_NC, kv = (
+            self._residual(operation, "inp", task.layer),
+            self._kv(operation, BufferKey("kv", task.layer, group)),
+        )
+        segments, cos_sin = batch.segments[number], self._cos_sin(task.layer, chunk, batch)
         attn = self._attn(self._saved_or_new(operation, BufferKey("attn", task.layer, group, number)), chunk)
+        accumulate = self._accumulates(operation, range(task.layer, task.layer + 1))
+        dkv, d_residual_NC = BufferKey("dkv", -1, group), self._residual(operation, "dstream", -1)
+        dkv_args = self._kv(operation, dkv), dkv not in task.makes
+        if self.autograd_layers:
+            params, grads = (self._bucket(operation, BufferKey(kind, task.layer)) for kind in ("param", "grad"))
+            return self.autograd_layers[self._kind(task.layer)].backward(
+                params, grads, accumulate, input_NC, kv, attn, task.level == ATTENTION, *dkv_args, segments, *cos_sin,
+                d_residual_NC,
+            )  # fmt: skip
+        weights, layer = self._weights(operation, "backward"), self.layers[self._kind(task.layer)]
         saved = self._saved(self._saved_or_new(operation, BufferKey("rest", task.layer, group, number)), chunk)
         if task.level != FULL:
-            self._layer(task.layer).recompute(
+            layer.recompute(
                 weights, input_NC, kv, segments, *cos_sin, attn, saved, attn_saved=task.level == ATTENTION
-            )
-        dkv = BufferKey("dkv", -1, group)
-        self._layer(task.layer).backward(
-            weights, self._layer_weights(operation, "grad"),
-            self._accumulates(operation, range(task.layer, task.layer + 1)), input_NC, kv, attn, saved,
-            self._kv(operation, dkv), dkv not in task.makes, segments, *cos_sin,
-            self._residual(operation, "dstream", -1),
+            )  # fmt: skip
+        layer.backward(
+            weights, self._layer_weights(operation, "grad"), accumulate, input_NC, kv, attn, saved, *dkv_args, segments,
+            *cos_sin, d_residual_NC,
         )  # fmt: skip
 
     def _embed_backward(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
         grads = [self._bucket(operation, BufferKey("grad", bucket))[0] for bucket in self.buckets.embedding]
         d_residual_NC = self._residual(operation, "dstream", -1)
         accumulate = self._accumulates(operation, self.buckets.embedding)
-        embed_backward(d_residual_NC, batch.tokens_T[_rows(chunk)], grads, accumulate)
+        scale = self.model.embedding_scale
+        embed_backward(d_residual_NC, batch.tokens_T[_rows(chunk)], grads, accumulate, scale)
 
     def _update(self, operation: Operation, update: AdamStep) -> None:
-        """Update matrices in one pass with the padding between them, norms, which do not decay, in another."""
+        """Update matrices in one pass with the padding between them, vectors, which do not decay, in another."""
         bucket = operation.task.layer
         param, grad, state = (self._bytes(operation, BufferKey(kind, bucket)) for kind in ("param", "grad", "state"))
         if operation.task.first_update:
@@ -214,8 +241,9 @@ class TaskRunner:
 
     def _decay_ranges(self, bucket: int) -> list[tuple[slice, float]]:
         """Return the elements of a bucket with weight decay, and those without."""
-        sizes = [aligned(torch.Size(shape).numel()) for shape in self.buckets.tensors(bucket)]
-        matrices = MATRICES if bucket < self.model.layers else 1
+        shapes = self.buckets.tensors(bucket)  # matrices, then vectors
+        sizes = [aligned(torch.Size(shape).numel()) for shape in shapes]
+        matrices = sum(len(shape) > 1 for shape in shapes)
         border, end = sum(sizes[:matrices]), sum(sizes)
         ranges = [(slice(0, border), WEIGHT_DECAY), (slice(border, end), 0.0)]
         return ranges if end > border else ranges[:1]
@@ -247,7 +275,8 @@ class TaskRunner:
         return weights if self.fp8 is None else self.fp8.layer(operation.task.layer, pass_name, weights)
 
     def _layer_weights(self, operation: Operation, kind: str) -> LayerWeights:
-        return LayerWeights(*self._bucket(operation, BufferKey(kind, operation.task.layer)))
+        tensors = self._bucket(operation, BufferKey(kind, operation.task.layer))
+        return LayerWeights(**dict(zip(self.weight_names, tensors, strict=True)))
 
     def _residual(self, operation: Operation, kind: str, layer: int) -> Tensor:
         chunk = operation.task.chunk
@@ -265,8 +294,8 @@ class TaskRunner:
     def _saved(self, buffer: Tensor, chunk: Chunk) -> SavedActivations:
         return saved_activations_view(buffer, self.model, chunk.tokens, self.dtypes.activation)
 
-    def _cos_sin(self, chunk: Chunk, batch: GroupBatch) -> tuple[Tensor, Tensor]:
-        return self.rope_rows(batch, _rows(chunk))
+    def _cos_sin(self, layer: int, chunk: Chunk, batch: GroupBatch) -> tuple[Tensor, Tensor]:
+        return self.rope_rows(batch, _rows(chunk), self._kind(layer))
 
 
 def _rows(chunk: Chunk) -> slice:

@@ -1,7 +1,7 @@
-"""Both vocabulary ends of a Llama over one chunk of tokens: the embedding, and the head with its loss, with backward.
+"""Both vocabulary ends of a model over one chunk of tokens: the embedding, and the head with its loss, with backward.
 
-    embed(tokens_N, shards, out_NC)
-    embed_backward(d_residual_NC, tokens_N, dshards, accumulate)
+    embed(tokens_N, shards, out_NC, scale)
+    embed_backward(d_residual_NC, tokens_N, dshards, accumulate, scale)
     head_loss(input_NC, norm_C, eps, shards, labels_N, scale, d_residual_NC, dshards, dnorm_C, accumulate, losses_N, n)
 
 A vocabulary matrix comes in shards of consecutive rows, since each has its own buffer. The logits of `loss_tokens`
@@ -21,15 +21,21 @@ from llmb.ops.loss.cross_entropy import cross_entropy_grad_
 from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
 
 
-def embed(tokens_N: Tensor, shards: Sequence[Tensor], out_NC: Tensor) -> None:
-    """Write the input of the first layer."""
+def embed(tokens_N: Tensor, shards: Sequence[Tensor], out_NC: Tensor, scale: float = 1.0) -> None:
+    """Write the input of the first layer, the embedding times `scale`."""
     for rows, weight in _with_rows(shards):
         embedding_gather_(tokens_N, weight, rows.start, out_NC)
+    if scale != 1.0:
+        out_NC.mul_(scale)
 
 
-def embed_backward(d_residual_NC: Tensor, tokens_N: Tensor, dshards: Sequence[Tensor], accumulate: bool) -> None:
+def embed_backward(
+    d_residual_NC: Tensor, tokens_N: Tensor, dshards: Sequence[Tensor], accumulate: bool, scale: float = 1.0
+) -> None:
     """Write the embedding's gradients, or add to them; the same call gives the same bits."""
     tokens = sort_tokens(tokens_N)
+    if scale != 1.0:
+        d_residual_NC = d_residual_NC * scale
     for rows, dweight in _with_rows(dshards):
         embedding_backward_(d_residual_NC, tokens, dweight, rows.start, accumulate)
 

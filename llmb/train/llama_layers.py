@@ -94,7 +94,7 @@ class ExplicitLayer(LlamaDecoderLayer):
         self.is_quantized = True
         if self.fp8_weights is None:
             weights = self.weights()
-            buffers = Fp8Buffers.empty((matrix.shape for matrix in weights), weights.norm1_C.device)
+            buffers = Fp8Buffers.empty((matrix.shape for matrix in weights.matrices), weights.norm1_C.device)
             self.fp8_weights = self._new_fp8_weights(buffers)
         self.fp8_weights.quantize()
 

@@ -136,7 +136,7 @@ WRONG = [
     ([*DOCUMENT, "--set", "clip=0"], "clip (--set): 0.0 is out of range; it must be more than 0"),
     ([*DOCUMENT, "--set", "plan=mine"], "unknown field (--set) for outofcore_llama3: 'plan'"),
     ([*DOCUMENT, "--set", "pack=true"], "pack has no effect on synthetic tokens"),
-    ([*DOCUMENT, "--set", "model.gated=false"], "out-of-core training supports plain Llamas only"),
+    ([*DOCUMENT, "--set", "model.gated=false"], "out-of-core training does not compute gated=False"),
     ([*DOCUMENT, "--set", "tp=2"], "unknown field (--set) for outofcore_llama3: 'tp'"),
     ([*DOCUMENT, "--proxy", "true-width"], "needs no true-width proxy"),
     ([*DOCUMENT, "--dtype", "fp8", "--gpu-type", "a100", "--scale", "1", "--force"], "has no fp8 gemms"),

@@ -106,12 +106,14 @@ def test_recomputation_gives_the_same_bits(fp8):
         torch.testing.assert_close(recomputed, grads[0], rtol=0, atol=0)
 
 
-def test_buffers_are_as_large_as_the_plan_counts():
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, qkv_bias=True, qk_norm="head")], ids=["plain", "vectors"])
+def test_buffers_are_as_large_as_the_plan_counts(model):
     plan = replace(LEAST, dtype="bf16", seqlen=37, chunk_tokens=37)
-    sizes = buffer_bytes(MODEL, plan)
+    sizes = buffer_bytes(model, plan)
 
     def end_of(tensors) -> int:
         """Return where the last tensor ends; each begins at a multiple of 256 bytes."""
+        tensors = [tensor for tensor in tensors if tensor is not None]
         assert all(tensor.data_ptr() % 256 == buffer.data_ptr() % 256 for tensor in tensors)
         last = tensors[-1]
         end = last.data_ptr() + last.numel() * last.element_size() - buffer.data_ptr()
@@ -119,15 +121,15 @@ def test_buffers_are_as_large_as_the_plan_counts():
 
     buffer = torch.zeros(1 << 16, dtype=torch.uint8)
     for kind, views in {
-        "kv": kv_view(buffer, MODEL, 37, torch.bfloat16),
-        "dkv": kv_view(buffer, MODEL, 37, torch.float32),
-        "attn": attn_view(buffer, MODEL, 37, torch.bfloat16),
-        "rest": saved_activations_view(buffer, MODEL, 37, torch.bfloat16),
-        "inp": [residual_view(buffer, MODEL, 37, torch.bfloat16)],
+        "kv": kv_view(buffer, model, 37, torch.bfloat16),
+        "dkv": kv_view(buffer, model, 37, torch.float32),
+        "attn": attn_view(buffer, model, 37, torch.bfloat16),
+        "rest": saved_activations_view(buffer, model, 37, torch.bfloat16),
+        "inp": [residual_view(buffer, model, 37, torch.bfloat16)],
     }.items():
         assert end_of(views) == sizes[kind], kind
-    buffer = torch.zeros(ParamBuckets(MODEL).bucket_numel, dtype=torch.bfloat16)
-    assert end_of(layer_weights_view(buffer, MODEL)) <= sizes["param"] == buffer.numel() * 2
+    buffer = torch.zeros(ParamBuckets(model).bucket_numel, dtype=torch.bfloat16)
+    assert end_of(layer_weights_view(buffer, model)) <= sizes["param"] == buffer.numel() * 2
 
 
 @pytest.mark.parametrize(
@@ -140,5 +142,5 @@ def test_buffers_are_as_large_as_the_plan_counts():
     ],
 )
 def test_unsupported_models_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=f"plain Llamas only: .*{message}"):
+    with pytest.raises(ConfigError, match=f"those of Llamas: .*{message}"):
         LlamaLayer(replace(MODEL, **changes), PlainLinears)

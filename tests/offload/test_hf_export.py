@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from dense_cases import DENSE_CASES
+from mixture_cases import MIXTURE_CASES
 from safetensors import safe_open
 from small_models import llama_model
 from torch import Tensor
@@ -102,6 +104,19 @@ def test_a_checkpoint_can_be_exported(tmp_path: Path) -> None:
     result = build_model(model)
     load_weights(result, tmp_path / "out")
     assert all(torch.equal(result.get_parameter(name), item) for name, item in network.named_parameters())
+
+
+OTHERS = [model for model in (*DENSE_CASES, *MIXTURE_CASES) if model.attn_logit_softcap is None]
+
+
+@pytest.mark.parametrize("model", OTHERS, ids=lambda model: f"{model.architecture}-{model.name}")
+def test_every_architecture_is_exported(tmp_path: Path, model: Model) -> None:
+    """In the layout of files: rows in one tensor, norms with an offset, an expert a tensor, or all in a stack."""
+    network, result = network_of(model), build_model(model)
+    export(tmp_path / "out", model, units_of(network, torch.float32), shard_bytes=20_000)
+    load_weights(result, tmp_path / "out")
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(result.get_parameter(name), parameter, rtol=0, atol=1e-6)  # of 1 + offset
 
 
 def test_non_empty_folder_is_refused(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from fake_nvml import FakeNvml
 from reference_training import LEAST, TIED, UNTIED, older_version
+from small_models import qwen3_moe_model
 
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, OutOfCore, Parallel, Precision, Profile, RunConfig
 from llmb.events import GpuSample, RunEnded, RunStarted, StepDone, read
+from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
 from llmb.models.llama import Llama
 from llmb.offload.__main__ import run
@@ -110,6 +112,20 @@ def test_resumed_run_continues_exactly_with_another_plan(tmp_path: Path, dtype: 
     assert all(parameter.isfinite().all() for parameter in network.parameters())
 
 
+def test_a_mixture_resumes_exactly_with_another_plan(tmp_path: Path) -> None:
+    model = qwen3_moe_model(name="mixture")
+    plan = replace(PLAN, levels="AIAI" * 2, param_blocks=1, grad_blocks=1)
+    config = replace(with_work(plan=plan, checkpoint_every=1, steps=2), model=model)
+    whole, _ = run_in(tmp_path / "whole", config)
+    first, _ = run_in(tmp_path / "first", replace(config, workload=replace(config.workload, steps=1)))
+    roomy = replace(plan, resident_params=2, resident_states=3, levels="AAII" * 2)
+    resumed = replace(config.workload, resume=str(tmp_path / "first"), plan=roomy, export=str(tmp_path / "weights"))
+    second, code = run_in(tmp_path / "second", replace(config, workload=resumed))
+    assert code == 0
+    assert losses(first) + losses(second) == losses(whole)
+    load_weights(build_model(model), tmp_path / "weights")
+
+
 @pytest.mark.slow
 def test_a_checkpoint_without_scales_is_named_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = with_work(plan=replace(PLAN, dtype="fp8"), checkpoint_every=2)
@@ -139,7 +155,8 @@ REFUSED = {
     "is for 10": with_work(seqlen=11),
     "clip=1.0 needs a plan that updates in the next forward pass": with_work(plan=replace(PLAN, update_at="backward")),
     "but its plan is for fp32": replace(CONFIG, precision=Precision(dtype="bf16")),
-    "must be 'silu', got 'gelu'": replace(CONFIG, model=replace(TIED, activation="gelu")),
+    "does not compute logit_softcap=4.0 of tied": replace(CONFIG, model=replace(TIED, logit_softcap=4.0)),
+    "level F in workload.plan.levels of tied": replace(CONFIG, model=replace(TIED, activation="gelu")),
     "more than host_gib=0.0001": with_work(host_gib=1e-4),
     "more than device_gib=0.0001": with_work(device_gib=1e-4),
     "has 3 letters, not 3 layers * 4 chunks": with_work(plan=replace(PLAN, levels="FAI")),

@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from model_table import TABLE_MODELS
 from outofcore_plans import models, plans
 from reference_training import LEAST, SEED, SMOOTH, TIED, UNTIED, train_reference, trained, trainer_of, weights_in
 from shuffled_streams import ShuffledStreams
 
+from llmb.config.llama_layer_shapes import has_llama_layers, has_plain_layers
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.spec import Model
 from llmb.models.llama import Llama
@@ -21,6 +23,13 @@ from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.runtime.adamw_settings import EPS
 
 STEPS = 3
+
+
+def has_vectors(model: Model) -> bool:
+    """Return whether layers have explicit backward and biases or norms of heads."""
+    return has_llama_layers(model) and not has_plain_layers(model)
+
+
 # Least buffers unless it says otherwise: five layers' worth of everything moves through one or two.
 PLANS = {
     "everything kept": LEAST,
@@ -90,6 +99,40 @@ def test_sliding_windows_and_layers_without_rope(plan: str) -> None:
     assert_equal_training(model, PLANS[plan], None, ShuffledStreams(5))
 
 
+QWEN3 = replace(UNTIED, name="norms", architecture="qwen3", qk_norm="head")
+QWEN3_BIAS = replace(QWEN3, name="norms-and-biases", qkv_bias=True)
+WITH_VECTORS = {
+    "biases": replace(UNTIED, name="biases", architecture="qwen2", qkv_bias=True),
+    "norms of heads": QWEN3,
+    "both, with windows and without RoPE": replace(QWEN3_BIAS, attention_pattern="SFN", window=3),
+}
+
+
+@pytest.mark.parametrize(
+    "plan", ["levels mixed over layers and chunks", "rounds, the last one short", "everything resident"]
+)
+@pytest.mark.parametrize("model", WITH_VECTORS)
+def test_biases_and_norms_of_heads(model: str, plan: str) -> None:
+    assert_equal_training(WITH_VECTORS[model], PLANS[plan], None, ShuffledStreams(5))
+
+
+def test_recomputation_with_biases_and_norms_gives_the_same_bits() -> None:
+    """In bf16: whatever is saved of a chunk, queries and keys have the same values before and after their norms."""
+    plans = [replace(LEAST, dtype="bf16", chunk_tokens=4, levels=9 * level) for level in "FAI"]
+    trainers = [trainer_of(QWEN3_BIAS, plan) for plan in plans]
+    losses = [trained(trainer, 2) for trainer in trainers]
+    assert losses[1] == losses[2] == losses[0]
+    saved, *recomputed = (weights_in(trainer) for trainer in trainers)
+    assert all(torch.equal(weights[name], saved[name]) for weights in recomputed for name in saved)
+
+
+@pytest.mark.parametrize("model", [model for model in TABLE_MODELS if has_vectors(model)], ids=lambda model: model.name)
+def test_published_variants_with_biases_and_norms(model: Model) -> None:
+    shards = ParamBuckets(model).vocab_shards
+    plan = replace(LEAST, param_blocks=shards, grad_blocks=shards, chunk_tokens=4, levels="FAIIAF" * model.layers)
+    assert_equal_training(model, replace(plan, levels=plan.levels[: 3 * model.layers]), None, ShuffledStreams(5))
+
+
 @pytest.mark.parametrize("clip", [0.5, 100.0])
 def test_gradients_are_clipped_to_a_norm(clip: float) -> None:
     assert_equal_training(UNTIED, replace(LEAST, update_at="forward", gbs=3), clip, ShuffledStreams(7))
@@ -134,12 +177,13 @@ def test_bf16_follows_fp32(update: str) -> None:
 
 
 @pytest.mark.slow
-def test_fp8_gemms_follow_fp32() -> None:
+@pytest.mark.parametrize("model", [UNTIED, QWEN3_BIAS], ids=lambda model: model.name)
+def test_fp8_gemms_follow_fp32(model: Model) -> None:
     plan = replace(LEAST, seqlen=32, chunk_tokens=16, levels="FAIFAI")
-    losses, _, _ = train_reference(UNTIED, plan, STEPS, None)
-    actual, _ = trained(trainer_of(UNTIED, replace(plan, dtype="fp8", update="stochastic")), STEPS)
+    losses, _, _ = train_reference(model, plan, STEPS, None)
+    actual, _ = trained(trainer_of(model, replace(plan, dtype="fp8", update="stochastic")), STEPS)
     assert actual == pytest.approx(losses, rel=0.03)
-    assert actual != trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update="stochastic")), STEPS)[0]
+    assert actual != trained(trainer_of(model, replace(plan, dtype="bf16", update="stochastic")), STEPS)[0]
 
 
 def test_master_weights_take_changes_that_bf16_cannot_hold() -> None:

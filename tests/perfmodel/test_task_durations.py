@@ -7,6 +7,7 @@ from llama_plans import LLAMA_8B, TINY, plan_of
 
 from llmb.perfmodel.flops import train_flops_per_sequence
 from llmb.perfmodel.offload.machine_rates import H200
+from llmb.perfmodel.offload.operand_bytes import operand_bytes
 from llmb.perfmodel.offload.step_tasks import round_chunks, step_start, step_tasks
 from llmb.perfmodel.offload.task_durations import TaskCost, TaskDurations
 
@@ -119,10 +120,7 @@ def test_fp8_reads_and_writes_by_hand():
     besides = 2 * (4096 + 1024) * 2 + 2 * 1024 * 4 * 2  # rotation, sums of dk and dv: as in bf16
     sums = 3 * WEIGHTS * 2  # the product's output and the sum are read, and the sum is written
     assert durations.backward(chunk).memory_bytes == 16384 * (sum(FP8_BACKWARD.values()) + besides) + sums
-    assert (sum(FP8_BACKWARD.values()), TaskDurations(LLAMA_8B, plan_of(), H200).operands.backward) == (
-        333_824,
-        270_336,
-    )
+    assert (sum(FP8_BACKWARD.values()), operand_bytes(LLAMA_8B, plan_of()).backward) == (333_824, 270_336)
     recompute = sum(FP8_FORWARD[item] for item in ("two norms", "attention cast")) + 3 * 4096 * 2 + 2 * 4096 * 2
     assert durations.recompute(chunk, "A").memory_bytes == 16384 * recompute
 

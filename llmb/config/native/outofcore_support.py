@@ -1,13 +1,22 @@
 """Configurations that the out-of-core engine supports: it refuses settings that it would ignore."""
 
 from pathlib import Path
+from typing import Any
 
-from llmb.config.llama_layer_shapes import check_plain_llama
+from llmb.config.llama_layer_shapes import check_fp8_widths, check_llama_layers, has_llama_layers
 from llmb.config.lr_schedule import check_lr_steps
 from llmb.config.native.number_formats import check_fp8_recipe
-from llmb.config.offload_plan import Plan
-from llmb.config.spec import OutOfCore, RunConfig
+from llmb.config.offload_plan import FULL, Plan
+from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.errors import ConfigError
+
+# The only values that are computed, of the fields of a model and of its experts: no attention kernel for chunks of a
+# sequence has a softcap, and a load-balancing loss is that of a micro-batch, which chunks are not.
+MODEL_FIELDS: dict[str, Any] = {
+    "gated": True, "pattern": None, "mla": None, "mamba": None, "attn_logit_softcap": None, "logit_scale": 1.0,
+    "logit_softcap": None,
+}  # fmt: skip
+EXPERT_FIELDS: dict[str, Any] = {"aux_loss": 0.0, "shared": 0, "dense_layers": 0, "score": "softmax", "latent": None}
 
 
 def supported_outofcore(config: RunConfig) -> tuple[OutOfCore, Plan]:
@@ -17,12 +26,30 @@ def supported_outofcore(config: RunConfig) -> tuple[OutOfCore, Plan]:
         raise ConfigError(f"engine={config.engine}: python -m llmb.offload is the native engine")
     if not isinstance(workload, OutOfCore):
         raise ConfigError(f"a workload of kind {workload.kind}: python -m llmb.offload runs kind outofcore")
-    check_plain_llama(config.model)
+    check_outofcore_model(config.model, config.precision.dtype)
     if workload.plan is None:
         raise ConfigError("workload.plan is null: `llmb-run submit` makes it, and `llmb-run plan` shows it")
     _check(config, workload, workload.plan)
     _check_export(workload)
     return workload, workload.plan
+
+
+def check_outofcore_model(model: Model, dtype: str) -> None:
+    """Refuse in one line a model that out-of-core training does not compute, or not in this dtype."""
+    fields = {name: (getattr(model, name), value) for name, value in MODEL_FIELDS.items()}
+    if model.experts is not None:
+        fields |= {f"experts.{name}": (getattr(model.experts, name), value) for name, value in EXPERT_FIELDS.items()}
+    for name, (value, computed) in fields.items():
+        if value != computed:
+            raise ConfigError(f"out-of-core training does not compute {name}={value!r} of {model.name}")
+    if model.rope is None:
+        raise ConfigError(f"out-of-core training does not compute rope=None of {model.name}")
+    if dtype == "fp8":
+        try:
+            check_llama_layers(model)
+        except ConfigError as error:
+            raise ConfigError(f"out-of-core training in fp8: {error}; use dtype=bf16") from None
+        check_fp8_widths(model)
 
 
 def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
@@ -42,6 +69,8 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
             plan.levels
         )
         != config.model.layers * chunks,
+        f"level {FULL} in workload.plan.levels of {config.model.name}, whose layers recompute": FULL in plan.levels
+        and not has_llama_layers(config.model),
     }
     messages = [message for message, applies in problems.items() if applies]
     if messages:

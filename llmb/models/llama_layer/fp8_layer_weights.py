@@ -98,7 +98,7 @@ class Fp8LayerWeights:
         return self._quantized[name, layout]
 
     def _cast(self, name: str, rows: bool, columns: bool) -> Fp8Tensor:
-        weight = self.weights[MATRICES.index(name)]
+        weight = self.weights.matrices[MATRICES.index(name)]
         (scale_amax,) = self.scale_amax_of(name, measure=partial(quantize_fp8, weight))
         layouts = []
         for layout, requested in enumerate((rows, columns)):
@@ -117,7 +117,7 @@ class Fp8ModelWeights:
     def __init__(self, model: Model, device: torch.device):
         check_fp8_widths(model)
         self.scales: Scaling = DelayedScaling(scale_dtypes(range(model.layers)), device)
-        self._buffers = Fp8Buffers.empty(layer_weight_shapes(model), device)
+        self._buffers = Fp8Buffers.empty(layer_weight_shapes(model).values(), device)
         self._current: tuple[int, PassName] | None = None
         self._layer: Fp8LayerWeights | None = None
 

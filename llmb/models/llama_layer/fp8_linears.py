@@ -45,6 +45,10 @@ class Fp8Linears(ResidualLinears):
         super().__init__(model, inputs, tp)
         self.layer, self.gemms = layer, Fp8LinearGemms(fp8_fast_accum)
 
+    @property
+    def vectors(self) -> LayerWeights:
+        return self.layer.weights
+
     def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
         x = self._forward_input("x1", self._norm(input_SC, self.layer.norm1_C), input_SC, self.tp)
         weight = self.layer.rows("wqkv")

@@ -23,9 +23,10 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned, check_plain_llama
+from llmb.config.llama_layer_shapes import aligned, check_llama_layers
 from llmb.config.spec import Model
 from llmb.models.blocks import attention_window
+from llmb.models.llama_layer.head_norms import add_bias_, bias_backward, norm_heads, norm_heads_backward_
 from llmb.models.llama_layer.layer_collectives import ContextParallel, TensorParallel
 from llmb.models.llama_layer.layer_tensors import (
     AttentionOutput,
@@ -64,7 +65,8 @@ class LlamaLayer(Generic[Weights]):
         cp: ContextParallel | None = None,
         kind: str = "F",
     ):
-        check_plain_llama(model)
+        check_llama_layers(model)
+        assert tp is None or not (model.qkv_bias or model.qk_norm), "biases and norms of heads are those of one rank"
         self.window, self.has_rope = attention_window(model, kind), kind != "N"
         self.key_block, self.tp, self.cp = key_block, tp, cp
         self.model, self.linears = model, linears
@@ -92,7 +94,7 @@ class LlamaLayer(Generic[Weights]):
         """
         linears = self.linears(self.model, weights, inputs, self.tp)
         q_NA = input_SC.new_empty(len(cos_ND), self.width) if saved is None else saved.q_NA
-        self._qkv(linears, input_SC, kv, segments, cos_ND, sin_ND, q_NA)
+        q_NA = self._qkv(linears, input_SC, kv, segments, cos_ND, sin_ND, q_NA, saved)
         attn, kv = self._attend(q_NA, kv, segments, attn)
         residual_SC = out_SC if saved is None else saved.residual_SC  # unless saved, the MLP adds in place
         linears.o_proj(attn.out_NA, input_SC, residual_SC)
@@ -117,11 +119,14 @@ class LlamaLayer(Generic[Weights]):
     ) -> None:
         """Fill `saved` again, and `attn` unless it was saved. Keys and values are available."""
         linears = self.linears(self.model, weights, None, self.tp)
-        linears.qkv_proj(input_SC, (saved.q_NA,))
-        if self.has_rope:
+        outs = (saved.q_NA,) if saved.k_NW is None else (saved.q_NA, saved.k_NW)
+        linears.qkv_proj(input_SC, outs)
+        if linears.vectors.bqkv_X is not None:
+            add_bias_(linears.vectors.bqkv_X, outs)
+        if saved.k_NW is None and self.has_rope:
             apply_rope_(self._heads(saved.q_NA), cos_ND, sin_ND)
         if not attn_saved:
-            self._attend(saved.q_NA, kv, segments, attn)
+            self._attend(self._queries(linears, saved, cos_ND, sin_ND), kv, segments, attn)
         linears.o_proj(attn.out_NA, input_SC, saved.residual_SC)
         linears.gate_up_proj(saved.residual_SC, saved.gate_up_N2F)
 
@@ -155,7 +160,10 @@ class LlamaLayer(Generic[Weights]):
         # The gradients of gate and up are no longer needed: their memory is reused.
         dout_NA, dqkv_NX, workspace_NC = _carve(saved.gate_up_N2F, (n, self.width), (n, qkv), (n, self.model.hidden))
         linears.o_proj_backward(grads, accumulate, attn.out_NA, out_SC, dout_NA)
-        self._attention_backward(dout_NA, kv, attn, saved, dkv, accumulate_dkv, segments, cos_ND, sin_ND, dqkv_NX)
+        q_NA = self._queries(linears, saved, cos_ND, sin_ND)
+        self._attention_backward(dout_NA, kv, attn, q_NA, dkv, accumulate_dkv, segments, cos_ND, sin_ND, dqkv_NX)
+        del q_NA
+        self._vectors_backward(linears.vectors, grads, accumulate, saved, dqkv_NX)
         linears.qkv_proj_backward(grads, accumulate, dqkv_NX, input_SC, out_SC, workspace_NC)
 
     def _qkv(
@@ -167,13 +175,31 @@ class LlamaLayer(Generic[Weights]):
         cos_ND: Tensor,
         sin_ND: Tensor,
         q_NA: Tensor,
-    ) -> None:
-        """Write queries, keys and values into their buffers."""
-        rows = chunk_rows(segments)
+        saved: SavedActivations | None,
+    ) -> Tensor:
+        """Write queries, keys and values into their buffers; return the queries that attention takes."""
+        rows, vectors = chunk_rows(segments), linears.vectors
         k_NW, v_NW = kv.k_TW[rows], kv.v_TW[rows]
-        linears.qkv_proj(input_SC, (q_NA, k_NW, v_NW))
+        projected_k_NW = k_NW if saved is None or saved.k_NW is None else saved.k_NW
+        linears.qkv_proj(input_SC, (q_NA, projected_k_NW, v_NW))
+        if vectors.bqkv_X is not None:
+            add_bias_(vectors.bqkv_X, (q_NA, projected_k_NW, v_NW))
+        if vectors.q_norm_D is not None and vectors.k_norm_D is not None:
+            eps = self.model.norm_eps
+            q_NA = norm_heads(q_NA, vectors.q_norm_D, eps, out=q_NA if saved is None else None)
+            norm_heads(projected_k_NW, vectors.k_norm_D, eps, out=k_NW)
         for x in (q_NA, k_NW) if self.has_rope else ():
             apply_rope_(self._heads(x), cos_ND, sin_ND)
+        return q_NA
+
+    def _queries(self, linears: LayerLinears, saved: SavedActivations, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
+        """Return the queries that attention takes, given what is saved of them."""
+        if linears.vectors.q_norm_D is None:
+            return saved.q_NA
+        q_NA = norm_heads(saved.q_NA, linears.vectors.q_norm_D, self.model.norm_eps)
+        if self.has_rope:
+            apply_rope_(self._heads(q_NA), cos_ND, sin_ND)
+        return q_NA
 
     def _attend(
         self, q_NA: Tensor, kv: KeyValues, segments: Sequence[Segment], attn: AttentionOutput | None
@@ -197,7 +223,7 @@ class LlamaLayer(Generic[Weights]):
         dout_NA: Tensor,
         kv: KeyValues,
         attn: AttentionOutput,
-        saved: SavedActivations,
+        q_NA: Tensor,
         dkv: KeyValues | None,
         accumulate_dkv: bool,
         segments: Sequence[Segment],
@@ -206,7 +232,7 @@ class LlamaLayer(Generic[Weights]):
         dqkv_NX: Tensor,
     ) -> None:
         """Write the gradients of queries, keys and values side by side, as the projection takes them."""
-        dout, q, out = (self._heads(x) for x in (dout_NA, saved.q_NA, attn.out_NA))
+        dout, q, out = (self._heads(x) for x in (dout_NA, q_NA, attn.out_NA))
         widths = (self.width, self.kv_width, self.kv_width)
         dq, chunk_dk, chunk_dv = (self._heads(x) for x in dqkv_NX.split(widths, dim=1))
         (k, v), (chunk_kv, context_kv) = map(self._heads, kv), self._chunk_and_context(kv, segments)
@@ -232,6 +258,21 @@ class LlamaLayer(Generic[Weights]):
         self._rope_backward(dq, dq, cos_ND, sin_ND)
         self._rope_backward(chunk_dk, dk, cos_ND, sin_ND)
         chunk_dv.copy_(dv)
+
+    def _vectors_backward(
+        self, vectors: LayerWeights, grads: LayerWeights, accumulate: bool, saved: SavedActivations, dqkv_NX: Tensor
+    ) -> None:
+        """Take the gradients of queries, keys and values through their norms, and set or add to those of vectors."""
+        if vectors.q_norm_D is not None and vectors.k_norm_D is not None:
+            assert grads.q_norm_D is not None
+            assert grads.k_norm_D is not None
+            assert saved.k_NW is not None
+            dq_NA, dk_NW, _ = dqkv_NX.split((self.width, self.kv_width, self.kv_width), dim=1)
+            eps = self.model.norm_eps
+            norm_heads_backward_(dq_NA, saved.q_NA, vectors.q_norm_D, eps, grads.q_norm_D, accumulate)
+            norm_heads_backward_(dk_NW, saved.k_NW, vectors.k_norm_D, eps, grads.k_norm_D, accumulate)
+        if grads.bqkv_X is not None:
+            bias_backward(dqkv_NX, grads.bqkv_X, accumulate)
 
     def _rope_backward(self, out_NHD: Tensor, grad_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> None:
         """Set `out`, which may be `grad`, to the gradient of what RoPE was applied to."""

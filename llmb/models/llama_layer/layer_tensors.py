@@ -21,6 +21,13 @@ class LayerWeights(NamedTuple):
     w2_CF: Tensor
     norm1_C: Tensor
     norm2_C: Tensor
+    bqkv_X: Tensor | None = None
+    q_norm_D: Tensor | None = None  # of each head
+    k_norm_D: Tensor | None = None
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.wqkv_XC, self.wo_CA, self.w13_2FC, self.w2_CF
 
 
 class KeyValues(NamedTuple):
@@ -40,6 +47,7 @@ class AttentionOutput(NamedTuple):
 class SavedActivations(NamedTuple):
     """Other activations of a chunk that the backward pass needs."""
 
-    q_NA: Tensor  # after RoPE
+    q_NA: Tensor  # after RoPE; before their norms, if queries have any
     residual_SC: Tensor  # after the attention
     gate_up_N2F: Tensor  # gate, then up
+    k_NW: Tensor | None = None  # keys before their norms, if they have any

@@ -36,6 +36,10 @@ Weights = TypeVar("Weights", contravariant=True)
 class LayerLinears(Protocol):
     """Linear layers of one layer over one chunk. Gradients are set, or added to with `accumulate`."""
 
+    @property
+    def vectors(self) -> LayerWeights:
+        """The layer's weights as they are, of which biases and norms are used outside of linear layers."""
+
     def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
         """Project the normed residual to as many of queries, keys and values as there are outs."""
 
@@ -117,6 +121,10 @@ class PlainLinears(ResidualLinears):
     ):
         super().__init__(model, inputs, tp)
         self.weights, self.gemms = weights, LinearGemms()
+
+    @property
+    def vectors(self) -> LayerWeights:
+        return self.weights
 
     def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
         """Run three GEMMs into separate buffers, instead of one and three copies."""

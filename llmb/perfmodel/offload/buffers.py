@@ -16,9 +16,10 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from llmb.config.llama_layer_shapes import aligned, layer_weight_shapes
+from llmb.config.llama_layer_shapes import aligned
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
+from llmb.perfmodel.offload.layer_params import layer_shapes
 
 KINDS = ("param", "grad", "state", "inp", "kv", "attn", "rest", "dstream", "dkv")
 BUCKET_KINDS = ("param", "grad", "state")  # kinds that outlive a round
@@ -48,7 +49,7 @@ class ParamBuckets:
     @cached_property
     def bucket_numel(self) -> int:
         """Elements of a bucket's buffer, padding included."""
-        return padded_numel(layer_weight_shapes(self.model))
+        return padded_numel(layer_shapes(self.model))
 
     @cached_property
     def vocab_shards(self) -> int:
@@ -80,7 +81,7 @@ class ParamBuckets:
     def tensors(self, bucket: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes inside a bucket, in their order."""
         if bucket < self.model.layers:
-            return layer_weight_shapes(self.model)
+            return layer_shapes(self.model)
         buckets = self.head if bucket in self.head else self.embedding
         rows = len(self.shard_rows(bucket - buckets.start))
         norm = ((self.model.hidden,),) if bucket == self.head[-1] else ()
@@ -115,6 +116,7 @@ def buffer_bytes(model: Model, plan: Plan) -> dict[str, int]:
     grad = 4 if plan.dtype == "fp32" else GRAD_BYTES[plan.update]
     all_heads = rows * width * itemsize
     residual = rows * model.hidden * itemsize
+    keys = rows * kv_width * itemsize if model.qk_norm is not None else 0  # before their norms
     return {
         "param": numel * itemsize,
         "grad": numel * grad,
@@ -122,7 +124,7 @@ def buffer_bytes(model: Model, plan: Plan) -> dict[str, int]:
         "inp": aligned(residual),
         "kv": 2 * aligned(context * kv_width * itemsize),
         "attn": aligned(all_heads) + aligned(4 * model.heads * rows),
-        "rest": aligned(all_heads) + aligned(residual) + aligned(rows * 2 * model.ffn * itemsize),
+        "rest": aligned(all_heads) + aligned(residual) + aligned(rows * 2 * model.ffn * itemsize) + aligned(keys),
         "dstream": aligned(residual),
         "dkv": 2 * aligned(4 * context * kv_width),
     }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.offload_plan import ATTENTION, INPUT, Plan, Update
 from llmb.config.spec import Model
 from llmb.perfmodel.hardware import GIB
@@ -271,7 +272,7 @@ class PlanCandidate:
             return None
         with_attention = min(self._all, int(capacity / sizes["attn"]))
         full = 0
-        if with_attention == self._all:
+        if with_attention == self._all and has_llama_layers(self.model):  # others recompute under autograd
             full = int(min(self._all, (capacity - self._all * sizes["attn"]) / sizes["rest"]) * self.full_fraction)
         if constraints.activation_slots is not None:
             whole, on_device = constraints.activation_slots, constraints.activation_slots

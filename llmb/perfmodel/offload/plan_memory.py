@@ -29,13 +29,14 @@ def buffer_counts(plan: Plan) -> dict[str, int]:
 
 
 def device_bytes(model: Model, plan: Plan, gpu: str) -> dict[str, int]:
-    """Return bytes on the device; `inputs` are a RoPE table and the tokens of two steps, `context` is the driver's."""
+    """Return bytes on the device; `inputs` are RoPE tables and the tokens of two steps, `context` is the driver's."""
     sizes, counts = buffer_bytes(model, plan), buffer_counts(plan)
     usage = {kind: counts[kind] * sizes[kind] for kind in KINDS}
     workspace = workspace_bytes(model, plan)
     spare = SPARE_FRACTION * workspace
     usage["workspace"] = int(workspace + (spare if gpu == "cpu" else max(spare, MIN_SPARE_BYTES)))
-    usage["inputs"] = plan.group_tokens * model.head_dim * 4 + BATCH_BYTES * plan.step_tokens
+    rope_tables = 1 if model.local_rope is None else 2
+    usage["inputs"] = rope_tables * plan.group_tokens * model.head_dim * 4 + BATCH_BYTES * plan.step_tokens
     return usage | {"context": 0 if gpu == "cpu" else CONTEXT_BYTES}
 
 

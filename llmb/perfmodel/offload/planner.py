@@ -8,7 +8,8 @@ Both go into config.json: the engine only executes the plan, and whoever reads t
 from dataclasses import asdict, fields, replace
 from functools import cache
 
-from llmb.config.llama_layer_shapes import check_fp8_widths, check_plain_llama
+from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.spec import Model, OutOfCore, Prediction
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
@@ -58,13 +59,14 @@ def _has_fp8(rates: Rates) -> bool:
 
 
 def _check(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -> None:
-    check_plain_llama(model)
     if dtype not in DTYPES:
         raise UnknownName("dtype of out-of-core training", dtype, DTYPES)
+    check_outofcore_model(model, dtype)
+    for name in ("full_saves", "activation_slots"):
+        if getattr(workload, name) and not has_llama_layers(model):
+            raise ConfigError(f"{name} has no effect on {model.name}: its layers recompute all but attention")
     if dtype == "fp8" and rates.gpu != "cpu" and not _has_fp8(rates):
         raise ConfigError(f"{hardware.gpu(rates.gpu).title} has no fp8 gemms; choose bf16")
-    if dtype == "fp8":
-        check_fp8_widths(model)
     if dtype == "fp32" and workload.update != "stochastic":
         raise ConfigError(
             f"update={workload.update} has no effect with fp32, whose weights are not rounded; leave it out"

@@ -15,8 +15,9 @@ from math import ceil
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
+from llmb.perfmodel.offload.layer_work import LayerWork, layer_work
 from llmb.perfmodel.offload.machine_rates import Rates
-from llmb.perfmodel.offload.operand_bytes import CAST, OperandBytes, operand_bytes
+from llmb.perfmodel.offload.operand_bytes import CAST
 from llmb.perfmodel.offload.step_tasks import Chunk, StepTask, round_chunks
 
 BACKWARD_ATTENTION = 2.5  # times the forward FLOPs: five matmuls per pair instead of two
@@ -105,13 +106,12 @@ class TaskDurations:
 
     @cached_property
     def matrices(self) -> int:
-        """Weights of a layer that every token is multiplied with."""
-        width, kv_width = self.widths
-        return self.model.hidden * (2 * width + 2 * kv_width + 3 * self.model.ffn)
+        """Weights of a plain layer that are cast to fp8."""
+        return self.work.gemm_macs
 
     @cached_property
-    def operands(self) -> OperandBytes:
-        return operand_bytes(self.model, self.plan)
+    def work(self) -> LayerWork:
+        return layer_work(self.model, self.plan)
 
     @cached_property
     def update(self) -> TaskCost:
@@ -143,23 +143,17 @@ class TaskDurations:
         return 4.0 * causal * width, 4.0 * rectangle * width
 
     def forward(self, chunk: Chunk) -> TaskCost:
-        m, (width, kv_width) = self.model, self.widths
-        # Two residual adds; RoPE, in place.
-        elements = 2 * 3 * m.hidden + 2 * (width + kv_width)
-        memory_bytes = self._pass_bytes(chunk, elements) + chunk.tokens * self.operands.forward
         causal, rectangle = self.attention(chunk)
         cast = self._cast(self.matrices, is_first=chunk.place == 0)
-        return TaskCost(2.0 * chunk.tokens * self.matrices, causal, rectangle, memory_bytes=memory_bytes + cast)
+        memory_bytes = chunk.tokens * self.work.forward_bytes + cast
+        return TaskCost(2.0 * chunk.tokens * self.work.gemm_macs, causal, rectangle, memory_bytes=memory_bytes)
 
     def recompute(self, chunk: Chunk, level: str) -> TaskCost:
         """Return the cost of recomputing what the level did not save."""
         if level == FULL:
             return TaskCost()
-        m, (width, _) = self.model, self.widths
-        gemms = 2.0 * chunk.tokens * m.hidden * (2 * width + 2 * m.ffn)
         causal, rectangle = (0.0, 0.0) if level == ATTENTION else self.attention(chunk)
-        elements = 3 * m.hidden + 2 * width
-        memory_bytes = self._pass_bytes(chunk, elements) + chunk.tokens * self.operands.recompute
+        gemms, memory_bytes = 2.0 * chunk.tokens * self.work.recompute_macs, chunk.tokens * self.work.recompute_bytes
         return TaskCost(gemms, causal, rectangle, memory_bytes=memory_bytes)
 
     def recompute_casts(self, task: StepTask) -> TaskCost:
@@ -172,17 +166,11 @@ class TaskDurations:
         return TaskCost(memory_bytes=self._cast(all_but_down, is_first))
 
     def backward(self, chunk: Chunk) -> TaskCost:
-        width, kv_width = self.widths
-        # RoPE backward, accumulation of dk and dv; every weight gradient is read and written once more to accumulate.
-        # In fp8 that is a separate pass, which also reads the addend.
-        elements = 2 * (width + kv_width) + 2 * kv_width * 4
-        memory_bytes = self._pass_bytes(chunk, elements) + chunk.tokens * self.operands.backward
-        accumulate = (3.0 if self.plan.dtype == "fp8" else 2.0) * self.matrices * self.gradient_bytes
         cast = self._cast(self.matrices, is_first=chunk.place == self._chunks_in_round(chunk) - 1)
         causal, rectangle = (BACKWARD_ATTENTION * flops for flops in self.attention(chunk))
         return TaskCost(
-            4.0 * chunk.tokens * self.matrices, backward_causal=causal, backward_rectangle=rectangle,
-            memory_bytes=memory_bytes + accumulate + cast,
+            4.0 * chunk.tokens * self.work.gemm_macs, backward_causal=causal, backward_rectangle=rectangle,
+            memory_bytes=chunk.tokens * self.work.backward_bytes + self.work.gradient_bytes + cast,
         )  # fmt: skip
 
     def head(self, chunk: Chunk) -> TaskCost:

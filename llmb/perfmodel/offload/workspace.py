@@ -14,9 +14,10 @@ first occurs with something to add, since trying cuBLASLt's algorithms must not 
 
 from math import prod
 
-from llmb.config.llama_layer_shapes import layer_weight_shapes
-from llmb.config.offload_plan import FULL, Plan
+from llmb.config.llama_layer_shapes import has_llama_layers, layer_weight_shapes
+from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
+from llmb.perfmodel.offload.autograd_workspace import autograd_backward_bytes, autograd_forward_bytes
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
 
 KEY_BLOCK = 65536  # keys per attention call: backward allocates their gradients for every query head
@@ -27,6 +28,12 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
     """Return the peak over all tasks of a chunk; recomputed activations live until its backward is done."""
     sizes, each, rows = buffer_bytes(model, plan), activation_itemsize(plan), plan.chunk_tokens
     keys = max(rows, min(plan.group_tokens - rows, KEY_BLOCK))  # those of the chunk itself, or those before it
+    head = plan.loss_tokens * head_elements(model) * each + rows * model.hidden * each
+    head += head_temporary_bytes(model, plan)
+    if not has_llama_layers(model):
+        attn_saved = set(plan.levels) == {ATTENTION}
+        backward = autograd_backward_bytes(model, rows, each, keys / rows, attn_saved)
+        return max(autograd_forward_bytes(model, rows, each), backward + (0 if attn_saved else sizes["attn"]), head)
     recomputed = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]
     forward = each * forward_elements(model, saves_activations=not recomputed)
     backward = each * max(recompute_elements(model, attn_saved=not recomputed), backward_elements(model, keys / rows))
@@ -35,8 +42,6 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
         forward = max(forward, fp8_forward_bytes(model, saves_activations=not recomputed))
         backward = max(backward, fp8_backward_bytes(model))
         cached = 2 * sum(_matrices(model))  # weights of one layer, in both layouts
-    head = plan.loss_tokens * head_elements(model) * each + rows * model.hidden * each
-    head += head_temporary_bytes(model, plan)
     behind = max(rows * backward, _accumulating_backward_bytes(model, plan, backward))
     return max(rows * forward, recomputed + behind, head) + cached
 
@@ -88,7 +93,7 @@ def _grad_element_size(model: Model, plan: Plan) -> int:
 def forward_elements(model: Model, saves_activations: bool) -> int:
     """Return the peak of `LlamaLayer.forward`."""
     width = model.heads * model.head_dim
-    queries = 0 if saves_activations else width
+    queries = 0 if saves_activations and model.qk_norm is None else width
     attention = queries + width + _lse(model)
     mlp = model.ffn if saves_activations else model.hidden + 2 * model.ffn
     return max(model.hidden + queries, attention, model.hidden, mlp)
@@ -97,7 +102,8 @@ def forward_elements(model: Model, saves_activations: bool) -> int:
 def recompute_elements(model: Model, attn_saved: bool) -> int:
     """Return the peak of `LlamaLayer.recompute`; the activations it fills belong to the caller."""
     width = model.heads * model.head_dim
-    return max(model.hidden, 0 if attn_saved else width + _lse(model))
+    queries = 0 if model.qk_norm is None else width
+    return max(model.hidden, 0 if attn_saved else queries + width + _lse(model))
 
 
 def backward_elements(model: Model, keys_per_query: float) -> int:
@@ -107,7 +113,8 @@ def backward_elements(model: Model, keys_per_query: float) -> int:
     inside = 2 * width + 2 * _lse(model) + (2 * width * keys_per_query if model.heads != model.kv_heads else 0)
     carved = 2 * width + 2 * kv_width + model.hidden  # placed in the memory of gate and up, where it fits
     beyond = carved if carved > 2 * model.ffn else 0
-    return round(max(model.ffn, model.hidden, outputs + inside + beyond))
+    normed = 0 if model.qk_norm is None else 2 * width + kv_width  # queries, and gradients of what has norms
+    return round(max(model.ffn, model.hidden, outputs + inside + beyond + normed))
 
 
 def fp8_forward_bytes(model: Model, saves_activations: bool) -> int:
@@ -134,7 +141,7 @@ def head_elements(model: Model) -> int:
 
 
 def _matrices(model: Model) -> list[int]:
-    return [prod(shape) for shape in layer_weight_shapes(model) if len(shape) == 2]
+    return [prod(shape) for shape in layer_weight_shapes(model).values() if len(shape) == 2]
 
 
 def _lse(model: Model) -> int:
