@@ -72,8 +72,7 @@ def _failure(start: RunStart, after: RunStart, launched: float) -> FaultCost:
     ended = start.ended if start.ended is not None else after.launched
     struck = fault.time if fault is not None else start.steps[-1].time if start.steps else start.launched
     assert struck is not None
-    retained = [step.time for step in start.steps if step.step <= after.resumed_step and step.time is not None]
-    lost_from = retained[-1] if retained else start.trained_from
+    lost_from = start.began_after(after.resumed_step)
     resumed = after.trained_from or after.ended
     return FaultCost(
         kind=fault.kind if fault is not None else UNPLANNED,

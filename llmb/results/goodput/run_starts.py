@@ -34,6 +34,11 @@ class RunStart:
         """The injected fault that ended it; None: it was not injected, or did not end it."""
         return next((fault for fault in reversed(self.faults) if fault.kind != "slow_rank"), None)
 
+    def began_after(self, step: int) -> float | None:
+        """Return when the work after a step began; its end where no further step was done, None where none was."""
+        later = next((done for done in self.steps if done.step > step), None)
+        return _began(later) if later is not None else self.steps[-1].time if self.steps else None
+
     def gaps(self) -> Iterator[tuple[int, float]]:
         """Yield each step and the seconds between its end and the begin of the next."""
         for before, after in zip(self.steps, self.steps[1:], strict=False):
