@@ -9,11 +9,8 @@ KIND_HEADER = ("fault", "count", "detect", "restart", "steps lost", "time lost")
 
 def goodput_text(goodput: Goodput, width: int | None = None) -> str:
     """Return goodput, where the wall time went, the cost by kind of fault, and the best checkpoint interval."""
-    kind = f"faults injected on purpose: {goodput.injected}" if goodput.injected else "failures were real"
-    fraction = f", {100 * goodput.fraction:.1f} % of the throughput" if goodput.fraction is not None else ""
     lines = [
-        f"goodput: {number(goodput.tokens_per_s)} useful tokens/s over {number(goodput.wall_s)} s of wall time"
-        f"{fraction} ({goodput.restarts} restarts; {kind})",
+        headline(goodput),
         "wall time: " + ", ".join(f"{name} {number(seconds)} s" for name, seconds in goodput.seconds.items()),
     ]
     if goodput.repeated_steps:
@@ -34,8 +31,16 @@ def goodput_text(goodput: Goodput, width: int | None = None) -> str:
         ]
         lines += ["", render(KIND_HEADER, rows, width), "(detect and restart are means over the faults of a kind)"]
     if goodput.checkpoints is not None:
-        lines += ["", *_checkpoint_lines(goodput.checkpoints, goodput.fraction)]
+        lines += ["", *checkpoint_lines(goodput.checkpoints, goodput.fraction)]
     return "\n".join(lines)
+
+
+def headline(goodput: Goodput) -> str:
+    """Return goodput and the kind of its failures in one line."""
+    kind = f"faults injected on purpose: {goodput.injected}" if goodput.injected else "failures were real"
+    fraction = f", {100 * goodput.fraction:.1f} % of the throughput" if goodput.fraction is not None else ""
+    rate = f"{number(goodput.tokens_per_s)} useful tokens/s over {number(goodput.wall_s)} s of wall time"
+    return f"goodput: {rate}{fraction} ({goodput.restarts} restarts; {kind})"
 
 
 def fault_lines(plan: FaultInjection) -> str:
@@ -48,7 +53,8 @@ def _seconds(value: float | None) -> str | None:
     return None if value is None else f"{number(value)} s"
 
 
-def _checkpoint_lines(advice: CheckpointAdvice, fraction: float | None) -> list[str]:
+def checkpoint_lines(advice: CheckpointAdvice, fraction: float | None) -> list[str]:
+    """Return the interval between checkpoints in use, and the best one, with the goodput expected of each."""
     terms = f"sqrt(2 x {number(advice.checkpoint_s)} s x {number(advice.between_faults_s)} s)"
     has_ratio = fraction is not None and advice.expected_fraction > 0
     measured = f"; measured is {(fraction or 0.0) / advice.expected_fraction:.3f} of that" if has_ratio else ""

@@ -20,7 +20,7 @@ from llmb.errors import ConfigError
 from llmb.events import FaultInjected, RunLaunched, StepDone, read_all
 from llmb.formats.checkpoint_steps import checkpoint_step, complete_checkpoints
 from llmb.launch.local import RunOutcome
-from llmb.launch.run_folder import RunFolder
+from llmb.launch.run_folder import RunFolder, write_error
 from llmb.launch.secrets import mask
 
 Start = Callable[[RunConfig, RunFolder], RunOutcome]
@@ -97,4 +97,7 @@ def _record_launch(config: RunConfig, run: RunFolder) -> None:
     newest = newest_checkpoint(run) if run.restart else None
     step = checkpoint_step(newest) if newest is not None else 0
     launched = RunLaunched(time=time.time(), start=run.restart, step=step, checkpoint=resume)
-    events.append(run.events(0), launched)
+    try:
+        events.append(run.events(0), launched)
+    except OSError as error:
+        raise write_error(run.events(0), error) from error

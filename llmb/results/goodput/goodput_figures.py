@@ -10,6 +10,7 @@
 A slow rank ends nothing: its cost is the time that its steps took above the median, inside `steps`.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
@@ -92,7 +93,7 @@ def _slow_ranks(config: RunConfig, starts: Sequence[RunStart], usual_s: float, l
     plan, costs = config.fault_injection, []
     for start in starts:
         for event in start.faults:
-            if event.kind == "slow_rank" and plan is not None and event.fault < len(plan.faults):
+            if event.kind == "slow_rank" and plan is not None and 0 <= event.fault < len(plan.faults):
                 slow = range(event.step, event.step + plan.faults[event.fault].slow_steps)
                 delays = [max(0.0, (s.seconds or 0.0) - usual_s) for s in start.steps if s.step in slow]
                 at_s = event.time - launched
@@ -149,7 +150,7 @@ def _checkpoints(
     assert isinstance(work, Training)
     every, failures = work.checkpoint_every, [cost for cost in costs if cost.detect_s is not None]
     gaps = [gap for start in starts for gap in start.gaps()]
-    if every is None or not failures or not gaps:
+    if not every or not failures or not gaps:
         return None
     after_checkpoint = [seconds for step, seconds in gaps if step % every == 0]
     others = [seconds for step, seconds in gaps if step % every]
@@ -163,6 +164,8 @@ def _checkpoints(
     if between_s <= 0 or checkpoint_s <= 0 or step_s <= 0:
         return None
     useful_s, interval_s, best_s = steps * step_s, every * step_s, best_interval_s(checkpoint_s, between_s)
+    if not math.isfinite(best_s / step_s):
+        return None
     best_every = max(1, round(best_s / step_s))
 
     def fraction(interval: float) -> float:
