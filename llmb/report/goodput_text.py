@@ -15,7 +15,9 @@ def goodput_text(goodput: Goodput, width: int | None = None) -> str:
     ]
     if goodput.repeated_steps:
         differ = goodput.repeated_losses_differ
-        outcome = f"{differ} WITH ANOTHER LOSS" if differ else "each with the same loss, bit for bit"
+        outcome = "each with the same loss, bit for bit"
+        if differ:
+            outcome = f"{differ} WITH ANOTHER LOSS, by at most {goodput.largest_loss_difference:.3g}"
         lines.append(f"steps done again after restarts: {goodput.repeated_steps}, {outcome}")
     if goodput.by_kind:
         rows = [

@@ -4,7 +4,7 @@
     steps       of which the run consists, each counted once
     lost        work thrown away: from the newest checkpoint to the fault
     detect      from a fault until the run was known to have failed and its processes had ended
-    restart     from then until the next start began its first step
+    restart     from then until the next start trained: processes, model, checkpoint, what a first step takes longer
     between     steps: checkpoints, reports; the rest
 
 A slow rank ends nothing: its cost is the time that its steps took above the median, inside `steps`.
@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
+from typing import Any
 
 from llmb.config.spec import RunConfig, Training
 from llmb.events import Event, StepDone
@@ -27,18 +28,21 @@ UNPLANNED = "unplanned"
 def goodput(config: RunConfig | None, events: Sequence[Event], throughput: float | None) -> Goodput | None:
     """Return the goodput of a run; None: it does not restart, or did no step. `throughput`: tokens/s of its steps."""
     starts = run_starts(events)
-    counted = {step.step: step for start in starts for step in start.steps}
+    counted = _counted_steps(starts)
     if config is None or not isinstance(config.workload, Training) or not counted:
         return None
-    launched, ended = starts[0].launched, starts[-1].ended or starts[-1].steps[-1].time if starts[-1].steps else None
-    wall_s = (ended or starts[-1].launched) - launched
-    if wall_s <= 0:
-        return None
-    costs = [cost for start, after in pairwise(starts) for cost in [_failure(start, after, launched)]]
     tokens = sum(step.tokens or 0 for step in counted.values())
     usual_s = median(step.seconds or 0.0 for step in counted.values())
     if throughput and tokens:
         usual_s = tokens / len(counted) / throughput
+    for start in starts:
+        start.shorten_first_step(usual_s)
+    counted = _counted_steps(starts)
+    launched, last = starts[0].launched, starts[-1]
+    wall_s = (last.ended or (last.steps[-1].time if last.steps else None) or last.launched) - launched
+    if wall_s <= 0:
+        return None
+    costs = [_failure(start, after, launched) for start, after in pairwise(starts)]
     costs += _slow_ranks(config, starts, usual_s, launched)
     startup_s = (starts[0].trained_from or starts[0].ended or launched) - launched
     seconds = {
@@ -65,6 +69,11 @@ def goodput(config: RunConfig | None, events: Sequence[Event], throughput: float
         checkpoints=_checkpoints(config, starts, costs, usual_s, startup_s, len(counted)),
         **_repeated(starts),
     )
+
+
+def _counted_steps(starts: Sequence[RunStart]) -> dict[int, StepDone]:
+    """Return each step as it was done last: what the run consists of."""
+    return {step.step: step for start in starts for step in start.steps}
 
 
 def _failure(start: RunStart, after: RunStart, launched: float) -> FaultCost:
@@ -126,15 +135,21 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(numbers) if numbers else None
 
 
-def _repeated(starts: Sequence[RunStart]) -> dict[str, int]:
-    """Count the steps that were done more than once, and those of them whose loss differs."""
+def _repeated(starts: Sequence[RunStart]) -> dict[str, Any]:
+    """Count the steps that were done more than once, and those of them whose loss or gradient norm differs."""
     runs: dict[int, list[StepDone]] = {}
     for start in starts:
         for step in start.steps:
             runs.setdefault(step.step, []).append(step)
     repeated = [same for same in runs.values() if len(same) > 1]
     differ = sum(len({(step.loss, step.grad_norm) for step in same}) > 1 for same in repeated)
-    return {"repeated_steps": sum(len(same) - 1 for same in repeated), "repeated_losses_differ": differ}
+    losses = [[step.loss for step in same if step.loss is not None] for same in repeated]
+    spread = max((max(same) - min(same) for same in losses if same), default=0.0)
+    return {
+        "repeated_steps": sum(len(same) - 1 for same in repeated),
+        "repeated_losses_differ": differ,
+        "largest_loss_difference": spread,
+    }
 
 
 def _checkpoints(

@@ -12,7 +12,7 @@ class FaultCost:
     rank: int | None = None
     at_s: float  # since the launch of the run
     detect_s: float | None = None  # until the run was known to have failed and all its processes had ended
-    restart_s: float | None = None  # from then until the next start began its first step
+    restart_s: float | None = None  # from then until the next start trained at its usual speed
     steps_lost: int | None = None  # done, and done again after the restart
     lost_s: float  # time of the work that was thrown away; of a slow rank, what it delayed the others
     reason: str | None = None  # of the failure, as it was detected
@@ -59,5 +59,6 @@ class Goodput:
     faults: tuple[FaultCost, ...] = ()
     by_kind: dict[str, KindCost] = field(default_factory=dict)
     repeated_steps: int = 0  # done again after restarts
-    repeated_losses_differ: int = 0  # of these, with another loss than before
+    repeated_losses_differ: int = 0  # steps of these, with another loss or gradient norm than before
+    largest_loss_difference: float = 0.0  # of these
     checkpoints: CheckpointAdvice | None = None

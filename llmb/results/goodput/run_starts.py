@@ -4,7 +4,7 @@ Events are read start by start, and each start begins with the RunLaunched in th
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmb.events import Event, FaultInjected, RunEnded, RunLaunched, RunResumed, StepDone
 
@@ -33,6 +33,11 @@ class RunStart:
     def fatal_fault(self) -> FaultInjected | None:
         """The injected fault that ended it; None: it was not injected, or did not end it."""
         return next((fault for fault in reversed(self.faults) if fault.kind != "slow_rank"), None)
+
+    def shorten_first_step(self, usual_s: float) -> None:
+        """Count what the first step takes more than others, to compile and choose kernels, as part of the start."""
+        if self.steps and (self.steps[0].seconds or 0.0) > usual_s:
+            self.steps[0] = replace(self.steps[0], seconds=usual_s)
 
     def began_after(self, step: int) -> float | None:
         """Return when the work after a step began; its end where no further step was done, None where none was."""
