@@ -25,10 +25,20 @@ HANG_REPORT_SIGNAL = signal.SIGUSR2  # makes a rank write its HangReport
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunLaunched:
+    """Launch of one start of a run that restarts after a failure; written by llmb-run."""
+
+    time: float  # seconds since 1970, as all `time` fields
+    start: int  # 0, then one more for each restart
+    step: int  # of the checkpoint it continues from; 0: from the beginning
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunStarted:
     """Start of a rank: hardware, versions, commit."""
 
-    time: float  # seconds since 1970, as all `time` fields
+    time: float
     rank: int = 0
     world_size: int | None = None
     gpu_name: str | None = None  # as the driver or /proc/cpuinfo prints it
@@ -205,6 +215,17 @@ class TimeSpent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FaultInjected:
+    """A fault that this rank is about to inject into itself, as its configuration says."""
+
+    time: float
+    rank: int
+    fault: int  # index in the plan
+    kind: str
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class HangReport:
     """State of a rank when the run made no progress and llmb-run asked for it."""
 
@@ -236,7 +257,8 @@ class RunEnded:
 
 
 Event = (
-    RunStarted
+    RunLaunched
+    | RunStarted
     | RunResumed
     | StepDone
     | RequestDone
@@ -247,6 +269,7 @@ Event = (
     | ClientFacts
     | CollectiveSeen
     | TimeSpent
+    | FaultInjected
     | HangReport
     | LogProblem
     | RunEnded

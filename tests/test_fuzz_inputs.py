@@ -20,7 +20,10 @@ from fuzzed_files import damaged_bytes, mutated_json, mutated_value
 
 from llmb.cli.stored_runs import load_run
 from llmb.config.bulk_file import read_bulk
+from llmb.config.faults.fault_file import read_faults, with_faults
+from llmb.config.faults.fault_plan import Fault, FaultInjection
 from llmb.config.load_settings import config_from_json
+from llmb.config.overrides import Setting
 from llmb.config.recipe import load, load_all, shipped
 from llmb.config.resolve import resolve, resolve_all
 from llmb.config.row_selection import RunRequest
@@ -41,8 +44,28 @@ from llmb.results.result import Result
 
 SECONDS = 60  # of one case: it takes milliseconds, even on a busy machine less than a second
 RECIPES = load_all([shipped()])
-CONFIG = resolve(RECIPES["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+UNDISTURBED = resolve(
+    RECIPES["pretrain_llama3.1"],
+    RunRequest(
+        size="8b", dtype="fp32", gpus=1, proxy="small",
+        settings=(Setting(field="checkpoint_every", value=4, source="--set"),),
+    ),
+)  # fmt: skip
+FAULTS = [
+    {"kind": "slow_rank", "step": 2, "slow_s": 0.5, "slow_steps": 2},
+    {"kind": "rank_killed", "step": 7, "rank": 0},
+    {"kind": "disk_full", "step": 8},
+]
+PLAN = FaultInjection(faults=tuple(build(Fault, fault) for fault in FAULTS), source="faults.yaml")
+CONFIG = with_faults(UNDISTURBED, PLAN)
 EVENTS = [
+    {"event": "RunLaunched", "time": 0.5, "start": 0, "step": 0},
+    {"event": "FaultInjected", "time": 2.5, "rank": 0, "fault": 0, "kind": "slow_rank", "step": 2},
+    {"event": "StepDone", "time": 1.5, "step": 1, "seconds": 0.5, "tokens": 512, "loss": 9.0},
+    {"event": "FaultInjected", "time": 2.7, "rank": 0, "fault": 1, "kind": "rank_killed", "step": 7},
+    {"event": "RunEnded", "time": 3.0, "status": "failed", "reason": "killed"},
+    {"event": "RunLaunched", "time": 3.1, "start": 1, "step": 4, "checkpoint": "step_4"},
+    {"event": "RunResumed", "time": 3.2, "step": 0, "checkpoint": "step_4"},
     {"event": "RunStarted", "time": 1.0, "world_size": 1, "gpu_name": "cpu", "host": "n1", "versions": {"torch": "2"}},
     *({"event": "StepDone", "time": 1.0 + n, "step": n, "seconds": 0.5, "tokens": 512, "loss": 9.0 / n,
        "grad_norm": 1.0, "memory_bytes": 10**9, "warmup": n < 3} for n in range(1, 13)),
@@ -128,6 +151,10 @@ class Inputs:
         config = config_from_json(read_json(path), "config.json")
         summary(derive(config, [StepDone(step=1, seconds=0.5, tokens=5), RunEnded(status="ok")]))
 
+    def faults(self, chance: random.Random) -> None:
+        plan = read_faults(self.write("faults.yaml", mutated_json(FAULTS, chance)))
+        summary(derive(with_faults(UNDISTURBED, plan), [StepDone(step=1, seconds=0.5), RunEnded(status="ok")]))
+
     def events(self, chance: random.Random) -> None:
         events = [event for event in EVENTS if chance.random() < 0.9]
         lines = [mutated_json(e, chance) if chance.random() < 0.4 else json.dumps(e).encode() for e in events]
@@ -177,7 +204,8 @@ class Inputs:
 COUNTS = {
     "recipe": (600, 30_000), "bulk": (1_400, 70_000), "cluster": (1_500, 75_000), "config": (1_500, 75_000),
     "events": (2_500, 125_000), "result_file": (2_000, 100_000), "job_store": (1_000, 50_000),
-    "archive": (1_500, 75_000), "token_file": (6_000, 300_000), "weights": (2_000, 100_000),
+    "archive": (1_500, 75_000), "token_file": (5_500, 275_000), "weights": (2_000, 100_000),
+    "faults": (500, 25_000),
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from llmb.events import Event, RunEnded
 from llmb.launch.command import build_launch_spec
 from llmb.launch.event_tail import append_run_end, read_run_end
 from llmb.launch.local import InterruptSignals, RunOutcome, run_local
+from llmb.launch.restarts.restart_loop import run_with_restarts
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.srun import (
     END_SIGNAL,
@@ -59,8 +60,11 @@ def run_job(run: RunFolder, container: Sequence[str], environ: Mapping[str, str]
         submission = read_submission(run)
         try:
             check_node_memory(config, force=submission is not None and submission.force)
-            run_in_allocation(config, run, {}, _ignore_event, container, environ)
+            run, _ = run_with_restarts(
+                config, run, lambda this, run: run_in_allocation(this, run, {}, _ignore_event, container, environ)
+            )
         except LlmbError as error:
+            run = RunFolder.open(run.path)  # at its last start
             _record_failure(run, str(error))
             print(f"ERROR: {error}", file=sys.stderr)
         result = write_result(run, config)

@@ -88,7 +88,8 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
 
     Of the two ends the log's counts, unless llmb-run stopped the run or the log has none.
     """
-    own_events = list(_compact(read_all(run.all_events())))
+    starts = run.starts if config.limits.max_restarts else [run]  # one continues the other, or starts anew
+    own_events = list(_compact(read_all(path for start in starts for path in start.all_events())))
     if not run.log.exists():
         return own_events
     if config.profile.nccl_trace:

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.faults.fault_options import add_fault_options, inject_faults
 from llmb.cli.model_run.model_options import add_model_options, recipes_for
 from llmb.cli.run_options import add_location_options, add_run_options, examples
 from llmb.cli.subcommand import command
@@ -37,6 +38,7 @@ def add_commands(commands: Any) -> None:
         add("--env", action="append", default=[], metavar="K=V", help="environment variable for the ranks")
         add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
         add("--no-report", action="store_true", help="write no report.html when a run ends")
+        add_fault_options(parser)
         add("--dry-run", action="store_true", help="say what would run, and run nothing")
         add("--json", action="store_true", help="print the stored Result as the last line; of Slurm, a line a job")
 
@@ -63,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
         _check_gpus_before_planning(tasks, recipes)
     resolved, bad = resolve_all(tasks, recipes, install_root(os.environ))
     resolved = [(task, replace(config, environment=mask(config.environment))) for task, config in resolved]
+    resolved = inject_faults(resolved, options)
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
     if dry:
@@ -158,6 +161,7 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
     from llmb.launch.command import format_engine_command
     from llmb.launch.install_root import install_root
     from llmb.perfmodel.explain.run_prediction import with_prediction
+    from llmb.report.goodput_text import fault_lines
     from llmb.report.predictions.dry_table import dry_table
     from llmb.report.terminal.colour import print_report
 
@@ -169,6 +173,8 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
     else:
         print_report(dry_table([(config, task.repeats) for task, config in resolved]))
         for _, config in resolved:
+            if config.fault_injection is not None:
+                print(f"\n{config.name}: {fault_lines(config.fault_injection)}")
             if config.engine != "native":
                 print(f"\n{config.name}: {format_engine_command(config)}", end="")
 
@@ -321,6 +327,7 @@ def execute(
 
     from llmb.cli.stored_runs import write_result
     from llmb.launch.install_root import install_root
+    from llmb.launch.restarts.restart_loop import run_with_restarts
     from llmb.launch.run_folder import RunFolder, store_path
     from llmb.launch.run_lock import exclusive_run_lock
     from llmb.perfmodel.explain.run_prediction import with_prediction
@@ -336,8 +343,11 @@ def execute(
         run_dir.add_short_path(job)
         announce(job, run_dir)
         try:
-            outcome = _launch(config, run_dir, environment, on_event, location, python)
+            run_dir, outcome = run_with_restarts(
+                config, run_dir, lambda this, run: _launch(this, run, environment, on_event, location, python)
+            )
         finally:
+            run_dir = RunFolder.open(run_dir.path)  # at its last start
             result = write_result(run_dir, config)
             store.finish(job, result)
     block = overview(result, config)

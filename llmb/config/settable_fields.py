@@ -19,10 +19,10 @@ PATHS = {"data", "resume", "dataset", "weights", "export"}
 MAY_BE_ZERO = {
     "recompute_layers", "offload_layers", "profile_start", "seed", "lr_warmup_steps",
     "resident_params", "resident_grads", "resident_states", "activation_slots", "full_saves", "attention_saves",
-    "isl_spread", "osl_spread", "temperature", "top_k", "warmup_requests",
+    "isl_spread", "osl_spread", "temperature", "top_k", "warmup_requests", "max_restarts",
 }  # fmt: skip
 FRACTIONS = {"kv_fraction", "top_p"}  # at most 1
-HIGHEST = {"num_requests": 10_000_000, "warmup_requests": 10_000_000}  # which are held in memory
+HIGHEST = {"num_requests": 10_000_000, "warmup_requests": 10_000_000, "max_restarts": 10_000}  # all held in memory
 HIGHEST_OF_OTHERS = 10**15
 # Fields that cannot be set: those of a shared section without meaning for a kind of run, and computed ones.
 WITHOUT_EFFECT = {

@@ -7,6 +7,7 @@ here. Names are unique across the sections of a RunConfig.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmb.config.faults.fault_plan import FaultInjection
 from llmb.config.offload_plan import Plan, Update
 
 Architecture = Literal[
@@ -341,10 +342,11 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Time limits, and extra sbatch options."""
+    """Time limits, restarts, and extra sbatch options."""
 
     time_limit_s: int = 1800
     stall_limit_s: float | None = None  # without progress, a run counts as hung after this; none: from its step times
+    max_restarts: int = 0  # after a failure, from the newest checkpoint
     slurm_params: tuple[str, ...] = ()  # sbatch options: key=value or a bare flag
 
 
@@ -417,6 +419,7 @@ class RunConfig:
     engine: str = "native"
     proxy: str | None = None  # how the proxy model differs from the real one; a proxy run has no reference
     one_rank: OneRank | None = None  # none: all ranks run
+    fault_injection: FaultInjection | None = None  # none: nothing is broken on purpose
     flops_convention: Literal["causal", "full"] = "causal"
     machine: Machine
     model: Model

@@ -16,7 +16,7 @@ only known once its folder exists.
 
 A run folder is created once; nothing here reuses or deletes one. Slurm may requeue a job under its old id while ranks
 of the first start are still alive on a node it lost: so each start but the first works in restart-<n>/, with its own
-pid, events, log and result, and the newest start counts.
+pid, events, log and result, and the newest start counts. A run that restarts by itself does the same (`restarts/`).
 """
 
 import errno
@@ -38,6 +38,7 @@ from llmb.config.load_settings import config_from_json
 from llmb.config.serialization import read_json, temporary_path, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
+from llmb.formats.checkpoint_steps import FOLDER as CHECKPOINTS
 from llmb.launch.procfs import find_process
 from llmb.launch.secrets import mask, scrub_thoroughly
 
@@ -164,6 +165,34 @@ class RunFolder:
         except OSError as error:
             raise write_error(restarted.work, error) from error
         return restarted
+
+    def create_restart(self) -> "RunFolder":
+        """Create the folder of the next start of a run whose processes have all ended.
+
+        It shares the checkpoints of the first, so that old ones are deleted as in an undisturbed run.
+        """
+        restarted = replace(self, restart=self.restart + 1)
+        try:
+            restarted.work.mkdir()
+            (self.path / CHECKPOINTS).mkdir(exist_ok=True)
+            (restarted.work / CHECKPOINTS).symlink_to(Path("..", CHECKPOINTS))
+        except OSError as error:
+            raise write_error(restarted.work, error) from error
+        return restarted
+
+    @property
+    def starts(self) -> list["RunFolder"]:
+        """This folder at each of its starts, up to this one."""
+        return [replace(self, restart=number) for number in range(self.restart + 1)]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.work / CHECKPOINTS
+
+    @property
+    def start_config(self) -> Path:
+        """Configuration of this start: where it continues, and what is left to do."""
+        return self.work / CONFIG_FILE
 
     def add_short_path(self, job_id: str) -> None:
         """Link the short path of this job id to the folder; a disk without links has none, which fails no run."""
@@ -411,5 +440,6 @@ def _short_name(job_id: str, config: dict[str, Any]) -> str:
     words += [f"gpus{gpus}"] if gpus > 1 else []
     words += ["one-rank"] if config.get("one_rank") else []
     words += ["proxy"] if config["proxy"] else []
+    words += ["faults"] if config.get("fault_injection") else []
     name = "-".join(filter(None, words))
     return re.sub(r"[^A-Za-z0-9.@-]+", "-", name)[:MAX_SHORT_NAME]

@@ -33,12 +33,13 @@ FEATURES = {
     "triton": Feature("Triton kernels", "plain torch operations", (8, 0)),
     "flash_attention": Feature("FlashAttention-2", "attention in plain torch", (8, 0)),
     "cudnn_attention": Feature("fast cuDNN attention", "FlashAttention-2", (9, 0)),
+    "gemm_trial": Feature("trials of GEMM algorithms", "the first algorithm that cuBLASLt proposes", (8, 0)),
     "pdl": Feature("programmatic dependent launch", "small kernels start one after the other", (9, 0)),
     "fp8_gemm": Feature("fp8 GEMMs", "bf16", (8, 9)),
     "fp8_grouped_gemm": Feature("fp8 grouped GEMMs", "experts in bf16", (9, 0), 9),
     "fp8_block_gemm": Feature("block-scaled fp8 GEMMs of cuBLAS", "a Triton kernel", (9, 0), 9),
 }
-TRAINING_FEATURES = ("triton", "flash_attention", "cudnn_attention")
+TRAINING_FEATURES = ("triton", "flash_attention", "cudnn_attention", "gemm_trial")
 SERVING_FEATURES = ("triton", "pdl")
 TUNED_SMS = 132  # of the H200 that numbers of programs were chosen on
 CUDA_OF_BLOCK_SCALES = (12, 9)  # first version whose cuBLAS takes them

@@ -10,6 +10,7 @@ from llmb.config.spec import Inference, OutOfCore, RunConfig
 from llmb.perfmodel import flops, hardware, params
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.memory_fit import misfit
+from llmb.report.goodput_text import fault_lines
 from llmb.report.predictions.predicted_lines import predicted_lines
 from llmb.report.setting_text import settings
 from llmb.report.table import number, render, terminal_width
@@ -24,6 +25,7 @@ def describe(config: RunConfig, command: str) -> str:
                 config.name,
                 *([f"proxy: {config.proxy}"] if config.proxy else []),
                 *([one_rank_text(config)] if config.one_rank else []),
+                *([fault_lines(config.fault_injection)] if config.fault_injection else []),
                 *(f"departs from the recipe: {line}" for line in departures(config)),
                 *predicted_lines(config),
             ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from llmb.report.goodput_text import goodput_text
 from llmb.report.load_summary import client_line, interval_line, load_distributions, load_rows
 from llmb.report.predictions.one_rank_text import one_rank_line, one_rank_rows
 from llmb.report.setting_text import precision_text
@@ -11,7 +12,7 @@ from llmb.results.result import GpuTelemetry, PredictionCheck, Result
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 FIGURE_HEADER = ("figure", "value", "unit", "what it says")
 DISTRIBUTION_HEADER = ("over requests", *STATISTICS, "unit", "what it says")
-NOTES = ("PROXY", "ONE_RANK", "NO_PEAK")  # warnings of what was requested, not of what went wrong
+NOTES = ("PROXY", "ONE_RANK", "NO_PEAK", "FAULT_INJECTION")  # warnings of what was requested, not of what went wrong
 
 
 def summary(result: Result) -> str:
@@ -30,6 +31,8 @@ def summary(result: Result) -> str:
     distributions = list(distribution_rows(result))
     if distributions:
         lines += ["", render(DISTRIBUTION_HEADER, distributions, width)]
+    if result.goodput is not None:
+        lines += ["", goodput_text(result.goodput, width)]
     if (client := client_line(result)) is not None:
         lines += ["", *filter(None, [interval_line(result), client])]
     if result.time_spent:

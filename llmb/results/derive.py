@@ -25,6 +25,7 @@ from llmb.events import (
 from llmb.formats.device_facts import recorded_facts
 from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
+from llmb.results.goodput.goodput_figures import goodput
 from llmb.results.gpu_telemetry import gpu_telemetry, measured_span
 from llmb.results.load_warnings import client_moved
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
@@ -57,6 +58,7 @@ def derive(
         chosen = _window(steps, config, window, usual_window)
         fields |= _training_fields(config, steps, chosen)
         fields["slow_ranks"] = _slow_ranks(config, recorded, fields)
+        fields["goodput"] = goodput(config, recorded, fields.get("tokens_per_s"))
     fields |= serving_fields(recorded, config)
     fields |= _telemetry_fields(recorded, steps, fields)
     for event in recorded:
@@ -252,8 +254,10 @@ def _hardware_flops(config: RunConfig, sequences: float) -> float | None:
 
 
 def _compare_with_reference(config: RunConfig | None, fields: dict) -> Comparison | None:
-    """Compare with the published step time, or rate where no step time is printed. Never for a proxy or one rank."""
+    """Compare with the published step time, else rate. Never for a proxy, one rank or a run with faults."""
     if config is None or config.reference is None or config.proxy or config.one_rank or fields["status"] != "ok":
+        return None
+    if config.fault_injection is not None:  # a result with faults is none of that configuration
         return None
     ref, step = config.reference, fields.get("step_time_s")
     if ref.step_time_s is not None and step is not None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from llmb.config.spec import Status
 from llmb.perfmodel.metrics import Statistics
+from llmb.results.goodput.goodput_result import Goodput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +151,7 @@ class Result:
     loss_first: float | None = None
     loss_last: float | None = None
     slow_ranks: tuple[SlowRank, ...] = ()
+    goodput: Goodput | None = None  # of training that restarts after failures, injected or real
 
     requests: int | None = None  # measured and finished
     requests_failed: int | None = None

@@ -10,13 +10,14 @@ from llmb.config.load_settings import LoadSettings
 from llmb.config.spec import Inference, RunConfig
 
 SHOWN_OTHERWISE = {"use_case", "mode", "isl", "osl", "profile", "engine", "gpu", "gpus"}
-WITHOUT_INFLUENCE = {"slurm_params", "time_limit_s", "stall_limit_s"}  # on what is measured
+WITHOUT_INFLUENCE = {"slurm_params", "time_limit_s", "stall_limit_s", "max_restarts"}  # on what is measured
 ONE_RANK_WORD = "one-rank="  # begins the word of a run of one rank
+FAULTS_WORD = "injected-faults="  # begins the word of a run that breaks on purpose
 DEGREES = ("tp", "pp", "cp", "ep")
 
 
 def run_settings(config: RunConfig) -> str:
-    """Return use case, engine, proxy, rank, overrides and variables of the ranks, one word each."""
+    """Return use case, engine, proxy, rank, faults, overrides and variables of the ranks, one word each."""
     words = []
     work = config.workload
     if isinstance(work, Inference):
@@ -30,6 +31,8 @@ def run_settings(config: RunConfig) -> str:
         words += [f"{name}={degree}" for name in DEGREES if (degree := getattr(config.parallel, name)) > 1]
     if config.one_rank is not None:
         words.append(f"{ONE_RANK_WORD}{config.one_rank.rank}")
+    if config.fault_injection is not None:
+        words.append(f"{FAULTS_WORD}{len(config.fault_injection.faults)}")
     if config.profile.profile:
         words.append("profile")
     values = {o.field: o.value for o in config.overrides if _is_chosen(o.source)}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from llmb.config.faults.fault_plan import FaultInjection
 from llmb.config.load_settings import LoadConfig, load_settings_of
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import Event, RunResumed, RunStarted, StepDone
@@ -31,6 +32,8 @@ def cautions(
     warnings = [*_about_samples(config, fields), *_about_ranks(fields.get("slow_ranks", ()))]
     warnings += _about_loss(config, [step.loss for step in steps if step.loss is not None])
     warnings += [*_about_serving(config, fields, events), *_about_config(config, fields)]
+    if config is not None and config.fault_injection is not None:
+        warnings.append(("FAULT_INJECTION", _fault_text(config.fault_injection)))
     for event in events:
         if isinstance(event, RunResumed) and event.differences:
             text = f"resumed although {event.checkpoint} was made with {'; '.join(event.differences)}"
@@ -40,6 +43,11 @@ def cautions(
         warnings += _about_machine(config, start)
     warnings += device_cautions(events)
     return tuple(Caution(code=code, text=text) for code, text in warnings)
+
+
+def _fault_text(plan: FaultInjection) -> str:
+    text = f"{len(plan.faults)} faults were injected on purpose ({plan.source})"
+    return f"{text}: goodput and wall time are not those of an undisturbed run"
 
 
 def _about_samples(config: RunConfig | None, fields: dict) -> Iterable[tuple[str, str]]:

@@ -22,13 +22,12 @@ from llmb.config.serialization import current_names, read_json, to_json, to_plai
 from llmb.config.spec import Model, OutOfCore, Training
 from llmb.errors import ConfigError
 from llmb.events import RunResumed
+from llmb.formats.checkpoint_steps import FOLDER, checkpoint_step, complete_checkpoints, is_complete
 from llmb.runtime.recorder import EventRecorder
 
 KEEP_LATEST = 2  # complete checkpoints; the older one is a backup of the newer
-FOLDER = "checkpoints"  # of the run folder
 IDENTITY = "checkpoint.json"
 
-_COMPLETE = re.compile(r"step_(\d+)")
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # format of libraries written in Rust
 
 
@@ -108,22 +107,11 @@ def read_identity(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in paths if _COMPLETE.fullmatch(path.name)), key=checkpoint_step)
-
-
-def checkpoint_step(path: Path) -> int:
-    """Return the step after which a complete checkpoint was written."""
-    return int(path.name.removeprefix("step_"))
-
-
 def latest_checkpoint(folder: Path) -> Path:
     """Return the newest complete checkpoint of a run folder or of its checkpoints folder, or this very checkpoint."""
     if not folder.is_dir():
         raise ConfigError(f"resume: there is no folder {folder}")
-    if _COMPLETE.fullmatch(folder.name) and (folder / IDENTITY).is_file():
+    if is_complete(folder) and (folder / IDENTITY).is_file():
         return folder
     checkpoints = complete_checkpoints(folder / FOLDER) or complete_checkpoints(folder)
     if not checkpoints:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmb.config.spec import Status
 from llmb.events import (
+    FaultInjected,
     GpuSample,
     HangReport,
     RequestDone,
@@ -23,7 +24,16 @@ from llmb.events import (
 )
 
 RecordedEvent = (
-    RunStarted | RunResumed | StepDone | RequestDone | ServingSample | ServingFacts | GpuSample | TimeSpent | HangReport
+    RunStarted
+    | RunResumed
+    | StepDone
+    | RequestDone
+    | ServingSample
+    | ServingFacts
+    | GpuSample
+    | TimeSpent
+    | FaultInjected
+    | HangReport
 )
 
 

@@ -24,6 +24,7 @@ from llmb.models.architectures import Network
 from llmb.ops.device_capabilities import TRAINING_FEATURES, check_dtypes, fallback_lines
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import record_resume
+from llmb.runtime.faults.fault_injector import FaultInjector
 from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.profile_window import check_gpu_metrics
@@ -90,6 +91,7 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     job = TrainJob(config, workload, mesh, data, profiler)
     if workload.cuda_graphs:
         job = replace(job, graph=graph or MicroBatchGraph())
+    faults = FaultInjector(config, recorder)
     report = StepReport(config, workload, workload.gbs, recorder, steps[0] if checkpoint else None)
     check_dtypes(mesh.device, dtype=config.precision.dtype)
     features = TRAINING_FEATURES if config.precision.dtype != "fp32" else ("triton",)
@@ -97,12 +99,13 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     record_resume(recorder, checkpoint)
     with advise_on_oom(mesh.device, config), GpuSampler(recorder, mesh.device):
         job, model_parts, optimizer = build_training(job)
-        with open_checkpointer(job, folder, model_parts, optimizer) as checkpointer:
+        with open_checkpointer(job, folder, model_parts, optimizer, faults) as checkpointer:
             if checkpointer is not None and checkpoint is not None:
                 checkpointer.load(checkpoint.path)
             for step in steps:
                 profiler.before_step(step)
                 timer.start()
+                faults.before_step(step)
                 with job.trace_range(f"step {step}"):
                     loss, grad_norm = train_step(job, model_parts, optimizer, step)
                 seconds, busy_s = timer.stop()
@@ -121,14 +124,14 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
 
 
 def open_checkpointer(
-    job: TrainJob, folder: Path, model_parts: ModelParts, optimizer: Optimizer
+    job: TrainJob, folder: Path, model_parts: ModelParts, optimizer: Optimizer, faults: FaultInjector
 ) -> AbstractContextManager["Checkpointer | None"]:
     """Return the reader and writer of checkpoints; None: the run neither resumes from one nor writes any."""
     if job.workload.resume is None and job.workload.checkpoint_every is None:
         return nullcontext()
     from llmb.train.train_checkpoint import Checkpointer
 
-    return Checkpointer(folder, job.config, job.workload, job.data, job.mesh, model_parts, optimizer)
+    return Checkpointer(folder, job.config, job.workload, job.data, job.mesh, model_parts, optimizer, faults)
 
 
 def build_training(job: TrainJob) -> tuple[TrainJob, list[Network], Optimizer]:

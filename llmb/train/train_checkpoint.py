@@ -28,6 +28,7 @@ from llmb.models.architectures import Network
 from llmb.runtime import checkpoint_folder
 from llmb.runtime.checkpoint_checksums import CheckpointCheck, checksums, damaged_error
 from llmb.runtime.checkpoint_folder import FileChecksums
+from llmb.runtime.faults.fault_injector import FaultInjector
 from llmb.runtime.token_data import TokenFile
 from llmb.train.checkpoint_identity import FORMAT, course, identity
 from llmb.train.chunked_tensor import (
@@ -58,11 +59,12 @@ class Checkpointer:
         mesh: Mesh,
         model_parts: Sequence[Network],
         optimizer: Optimizer,
+        faults: FaultInjector | None = None,
     ):
         self._folder = folder
         self._identity = identity(config) | course(config, workload, data)
         self._workload, self._mesh = workload, mesh
-        self._model_parts, self._optimizer = model_parts, optimizer
+        self._model_parts, self._optimizer, self._faults = model_parts, optimizer, faults
         self._stager = BlockingAsyncStager(cache_staged_state_dict=mesh.device.type == "cuda")  # in pinned memory
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -130,6 +132,8 @@ class Checkpointer:
             return
         self._wait()
         self._writing = self._writer.submit(self._write, step, self._stage())
+        if self._faults is not None and self._faults.strikes_checkpoint(step):
+            self._wait()
 
     def _stage(self) -> dict[str, Tensor]:
         """Return the state copied to the host."""
@@ -165,6 +169,8 @@ class Checkpointer:
                 dist.barrier(self._group)  # else rank 0 could delete, as left by a killed run, what another one created
             writer = dcp.FileSystemWriter(checkpoint_folder.partial_path(final))
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            if self._faults is not None:
+                self._faults.during_checkpoint(step, checkpoint_folder.partial_path(final))
             files = self._checksums(checkpoint_folder.partial_path(final))
             if is_rank0:
                 checkpoint_folder.commit(final, self._identity, FORMAT, files)

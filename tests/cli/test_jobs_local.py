@@ -16,6 +16,7 @@ import pytest
 from llmb.cli.jobs.polling import Poller
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
+from llmb.events import RunEnded, append
 from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder, store_path, write_pid_file
 from llmb.results.job_store import Store
@@ -46,6 +47,18 @@ def test_slurm_unavailable_is_reported_once(store, recipes, monkeypatch, capsys)
     assert errors.count("\n") == 1
     assert "Slurm is not installed on this machine" in errors
     assert "last known state, at submission, is shown" in errors
+
+
+def test_failed_run_that_may_restart_stays_active_until_its_files_rest(store, recipes):
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    work = replace(config.workload, checkpoint_every=2)
+    config = replace(config, workload=work, limits=replace(config.limits, max_restarts=1))
+    run = RunFolder.create(install_root(os.environ), config, datetime.now())
+    append(run.events(0), RunEnded(time=time.time(), status="failed", reason="killed"))
+    store.add(config, run.path)
+    assert [job.status for job in Poller(store).refresh(store.jobs())] == ["running"]
+    os.utime(run.events(0), (1.0, 1.0))
+    assert [job.status for job in Poller(store).refresh(store.jobs())] == ["failed"]
 
 
 @pytest.mark.slow

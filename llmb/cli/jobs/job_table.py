@@ -34,6 +34,7 @@ COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("vs ref", lambda job, now: job.reference_ratio, 4),
 )
 ONE_RANK_NOTE = "+ one rank of the layout, alone: its step has no communication"
+FAULTS_NOTE = "! faults were injected on purpose"
 PROXY_NOTE = "* a proxy: a smaller model of the same structure"
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -99,6 +100,7 @@ def table(jobs: Sequence[Any], width: int | None = None) -> str:
         titles = [title for title in cells if title in titles or title == "settings"]
         text = draw()
     notes = [PROXY_NOTE] * any(job.proxy for job in jobs) + [ONE_RANK_NOTE] * any(map(_is_one_rank, jobs))
+    notes += [FAULTS_NOTE] * any(map(_has_faults, jobs))
     return "\n".join([text, *([""] if notes else []), *notes])
 
 
@@ -115,9 +117,10 @@ def _required(longest: int, drop_order: int) -> int:
 
 
 def describe_run(job: Any) -> str:
-    """Return size, dtype and scale in one word each: "8b fp8 x16"; a proxy is marked with *, one rank with +."""
+    """Return size, dtype and scale in one word each: "8b fp8 x16"; marked are a proxy (*), one rank (+), faults (!)."""
     words = [job.size, job.dtype, None if job.scale is None else f"x{job.scale}"]  # of a server some are unknown
-    return " ".join(word for word in words if word is not None) + "*" * bool(job.proxy) + "+" * _is_one_rank(job)
+    marks = "*" * bool(job.proxy) + "+" * _is_one_rank(job) + "!" * _has_faults(job)
+    return " ".join(word for word in words if word is not None) + marks
 
 
 def distinct_settings(jobs: Sequence[Any]) -> list[list[str]]:
@@ -132,6 +135,12 @@ def _is_one_rank(job: Any) -> bool:
     from llmb.results.run_settings import ONE_RANK_WORD
 
     return any(word.startswith(ONE_RANK_WORD) for word in _words(job))
+
+
+def _has_faults(job: Any) -> bool:
+    from llmb.results.run_settings import FAULTS_WORD
+
+    return any(word.startswith(FAULTS_WORD) for word in _words(job))
 
 
 def _words(job: Any) -> list[str]:

@@ -137,6 +137,8 @@ def refresh_local(store: Store, job: Job) -> Job:
     if is_alive(run) is not False:
         return job
     config, _ = load_run(run)
+    if config.limits.max_restarts and not run.result.exists() and _is_writing(run):
+        return job  # llmb-run may be about to start it again
     if run.job_id is None:  # llmb-run was killed before it could write it
         run.write_record(config, job.job_id)
     store.finish(job.job_id, write_result(run, config))

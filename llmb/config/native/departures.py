@@ -60,6 +60,7 @@ def _recompute_to_fit(config: RunConfig) -> RunConfig:
 
 def check_engine_support(config: RunConfig) -> None:
     """Raise a ConfigError if the native engine would refuse the configuration; it asks the same when it starts."""
+    _check_restarts(config)
     if config.engine != "native":
         return
     if isinstance(config.workload, Training):
@@ -69,6 +70,13 @@ def check_engine_support(config: RunConfig) -> None:
         check_serving_layout(config)
     else:
         supported_outofcore(config)
+
+
+def _check_restarts(config: RunConfig) -> None:
+    """Refuse restarts of a run that has no checkpoint to continue from."""
+    trains = isinstance(config.workload, Training) and config.engine == "native"
+    if config.limits.max_restarts and not (trains and getattr(config.workload, "checkpoint_every", None)):
+        raise ConfigError("max_restarts: only native training restarts, with --set checkpoint_every=N; leave it out")
 
 
 def departures(config: RunConfig) -> list[str]:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.gemm.algorithm_trial import pick_fastest
 from llmb.ops.quant.activation_quant import E4M3
 
@@ -105,6 +106,8 @@ class MatmulPlan:
         if scales is not None:
             for attribute, scale in zip(SCALES, reversed(scales), strict=True):
                 self._set(attribute, c_void_p(scale.data_ptr()))
+        if self._selected is None and not capabilities(out.device).has("gemm_trial"):
+            self._selected = 0  # the same in every process, which trials are not
         if self._selected is None and not torch.cuda.is_current_stream_capturing():
             in_place = addend is not None and addend.data_ptr() == out.data_ptr()
             scratch = torch.empty_like(out) if in_place else out

@@ -8,6 +8,7 @@ from llmb.report.page.html_blocks import copy_button, link
 from llmb.report.page.page_shell import page
 from llmb.report.table import number
 from llmb.results.job_store import Job
+from llmb.results.run_settings import FAULTS_WORD
 
 FIGURES = (
     ("s/step", "step_time_s"), ("tokens/s/GPU", "tokens_per_s_per_gpu"), ("TFLOP/s/GPU", "tflops_per_gpu"),
@@ -29,7 +30,7 @@ def jobs_index(rows: Sequence[tuple[Job, str | None]]) -> str:
         f'<span id="shown" class="place">{len(rows)} of {len(rows)} runs</span></div>',
         f'<div class="table"><table id="runs" class="sortable"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>{copy_button('runs')}",
-        '<p class="place">A click on a title sorts. Runs with a report are links; * is a proxy.</p>',
+        '<p class="place">A click on a title sorts. Runs with a report are links; * is a proxy, ! has faults.</p>',
     ]
     return page("Runs", blocks)
 
@@ -37,13 +38,18 @@ def jobs_index(rows: Sequence[tuple[Job, str | None]]) -> str:
 def _row(job: Job, path: str | None) -> str:
     name = link(job.job_id, path) if path else escape(job.job_id)
     started = datetime.fromtimestamp(job.created_at)
-    words = [job.workload + ("*" if job.proxy else ""), job.size, job.dtype]
+    words = [_marked_workload(job), job.size, job.dtype]
     cells = [f"<td>{name}</td>", *(f"<td>{escape(word or '')}</td>" for word in words), _number(job.scale)]
     cells += [f"<td>{escape(job.gpu or '')}</td>"]
     cells += [f'<td data-value="{job.created_at:.0f}">{started:%Y-%m-%d %H:%M}</td>']
     reason = f' title="{escape(job.reason)}"' if job.reason else ""
     cells += [f"<td{reason}>{escape(job.status)}</td>", *(_number(getattr(job, field)) for _, field in FIGURES)]
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _marked_workload(job: Job) -> str:
+    has_faults = any(word.startswith(FAULTS_WORD) for word in (job.settings or "").split())
+    return job.workload + "*" * bool(job.proxy) + "!" * has_faults
 
 
 def _number(value: float | None) -> str:
@@ -55,7 +61,7 @@ def _choice(title: str, jobs: Sequence[Job]) -> str:
     fields = {"GPU": "gpu"}
     values = {getattr(job, fields.get(title, title)) or "" for job in jobs}
     if title == "workload":
-        values = {job.workload + ("*" if job.proxy else "") for job in jobs}
+        values = set(map(_marked_workload, jobs))
     options = "".join(f"<option>{escape(value)}</option>" for value in sorted(values) if value)
     column = COLUMNS.index(title)
     return f'<select data-filters="{column}" aria-label="{title}"><option value="">{title}</option>{options}</select>'

@@ -5,6 +5,7 @@ from llmb.report.page import serving_charts as serving
 from llmb.report.page import waterfall_chart
 from llmb.report.page.ceilings_card import ceilings
 from llmb.report.page.configuration_cards import configuration, figures_table, provenance, samples, warning_blocks
+from llmb.report.page.goodput_card import goodput_section
 from llmb.report.page.html_blocks import charts_block, paragraphs, section, table
 from llmb.report.page.page_chart import Chart
 from llmb.report.page.page_shell import page
@@ -31,6 +32,7 @@ def run_page(record: RunRecord) -> str:
         warning_blocks(record.result),
         section("time", "Where the time went", time_block),
         section("measured", title, charts_block(measured), css="long"),
+        goodput_section(record.result),
         ceilings(record),
         record.timelines,
         configuration(record),

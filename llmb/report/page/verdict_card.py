@@ -46,6 +46,9 @@ def _description(record: RunRecord) -> str:
         amount = f", {result.steps_done} steps of {number((work.gbs or 0) * work.seqlen)} tokens"
     elif result.requests is not None:
         amount = f", {result.requests:,} requests"
+    plan = config.fault_injection
+    if plan is not None:
+        amount += f", with {len(plan.faults)} faults injected on purpose ({plan.source})"
     count = f"{machine} x {gpu}" if machine else gpu
     limit = power_limit_text(recorded_facts(result.device))
     power = f" ({limit})" if limit else ""
@@ -64,7 +67,7 @@ def _speed(result: Result) -> str:
             words.append(f"MFU {100 * result.mfu:.1f} %")
         elif result.measured_ceiling is not None and result.measured_ceiling.fraction is not None:
             words.append(f"{100 * result.measured_ceiling.fraction:.1f} % of the measured ceiling")
-        return ", ".join(words) + "."
+        return ", ".join(words) + "." + _goodput(result)
     if result.output_tokens_per_s is not None:
         words = [f"It generated {number(result.output_tokens_per_s)} output tokens/s"]
         if result.ttft_ms and result.tpot_ms:
@@ -75,6 +78,17 @@ def _speed(result: Result) -> str:
             words.append(f"TTFT {number(result.ttft_ms['p99'])} ms at p99")
         return ", ".join(words) + "."
     return "It recorded no step and no request to measure."
+
+
+def _goodput(result: Result) -> str:
+    """Return the goodput of a run that restarted, as one more sentence."""
+    if result.goodput is None:
+        return ""
+    fraction = f", {100 * result.goodput.fraction:.1f} % of that" if result.goodput.fraction is not None else ""
+    restarts = f"{result.goodput.restarts} restarts"
+    return (
+        f" Over wall time it advanced {number(result.goodput.tokens_per_s)} useful tokens/s{fraction}, with {restarts}."
+    )
 
 
 def _standing(record: RunRecord) -> Iterator[str]:
@@ -97,7 +111,11 @@ def _standing(record: RunRecord) -> Iterator[str]:
         yield f"It is {published.ratio:.2f} times as fast as the published reference ({published.source})."
     else:
         yield "No published reference: " + (
-            "it is a proxy." if config.proxy else "none is known for this configuration."
+            "it is a proxy."
+            if config.proxy
+            else "faults were injected."
+            if config.fault_injection
+            else "none is known for this configuration."
         )
     limit = nearest_limit(record)
     if limit is not None:

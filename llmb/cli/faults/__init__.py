@@ -1,0 +1,1 @@
+"""Options of submit that inject faults into a run."""

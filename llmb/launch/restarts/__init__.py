@@ -1,0 +1,1 @@
+"""Restarts of a failed run from its newest checkpoint."""

@@ -1,0 +1,1 @@
+"""Goodput of a run with faults, and the best checkpoint interval."""

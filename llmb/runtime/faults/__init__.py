@@ -1,0 +1,1 @@
+"""Faults that a rank injects into itself."""
