@@ -139,6 +139,7 @@ class ServingFacts:
     rank: int = 0
     requests: int | None = None  # in total: a dataset may hold fewer than the configuration requests
     kv_blocks: int | None = None
+    window_kv_blocks: int | None = None  # of layers with a sliding window; null: they have the same as all others
     block_tokens: int | None = None
     cache_bytes: int | None = None
     weight_bytes: int | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from llmb.config.serialization import build
 from llmb.errors import ConfigError
 from llmb.formats.cpu_governor import cpu_governors
-from llmb.formats.nvidia_smi import query_gpus
+from llmb.formats.nvidia_smi import GpuStatus, query_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,12 @@ class DeviceFacts:
 
 def device_facts(uuid: str | None) -> DeviceFacts:
     """Return the facts of the GPU with this UUID; without one, or without nvidia-smi, only those of the host."""
-    governor = ", ".join(cpu_governors()) or None
     gpus = query_gpus(uuid, links=False)[0] if uuid is not None else []
-    if len(gpus) != 1:
-        return DeviceFacts(governor=governor)
-    gpu = gpus[0]
+    return gpu_facts(gpus[0]) if len(gpus) == 1 else DeviceFacts(governor=_governor())
+
+
+def gpu_facts(gpu: GpuStatus) -> DeviceFacts:
+    """Return the facts of a GPU that nvidia-smi was asked about."""
     return DeviceFacts(
         driver=gpu.driver,
         power_limit_w=gpu.power_limit_w,
@@ -54,8 +55,12 @@ def device_facts(uuid: str | None) -> DeviceFacts:
         pcie_gen=gpu.pcie_gen_max,
         pcie_width=gpu.pcie_width,
         pcie_width_max=gpu.pcie_width_max,
-        governor=governor,
+        governor=_governor(),
     )
+
+
+def _governor() -> str | None:
+    return ", ".join(cpu_governors()) or None
 
 
 def recorded_facts(data: Any) -> DeviceFacts:

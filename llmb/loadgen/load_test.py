@@ -26,8 +26,9 @@ from llmb.events import ClientFacts, Event, RequestDone, RunEnded, RunStarted, S
 from llmb.loadgen.calibration import Calibration, calibrate, choose_processes
 from llmb.loadgen.event_loop import loop_name
 from llmb.loadgen.load_worker import Record
-from llmb.loadgen.readiness import PrefixCounters, prefix_counters, wait_ready
+from llmb.loadgen.readiness import PrefixCounters, prefix_counters, server_version, wait_ready
 from llmb.loadgen.request_source import RequestSource
+from llmb.loadgen.server_device import server_device
 from llmb.loadgen.worker_pool import WorkerPool
 from llmb.perfmodel.metrics import percentile
 
@@ -67,7 +68,7 @@ def run_load(settings: LoadSettings, on_event: OnEvent, on_text: Callable[[str],
     check_load(settings)
     api_key = api_key_of(settings)
     RequestSource(settings)  # refuses unreadable files
-    on_event(_started())
+    on_event(_started(settings.base_url, api_key))
     wait_ready(settings.base_url, settings.model, api_key, settings.ready_timeout_s)
     calibration = calibrate(settings) if settings.calibrate else None
     if calibration is not None:
@@ -83,9 +84,19 @@ def run_load(settings: LoadSettings, on_event: OnEvent, on_text: Callable[[str],
     return outcome
 
 
-def _started() -> RunStarted:
+def _started(url: str, api_key: str | None) -> RunStarted:
+    """Return what is known of client and server; the GPUs of a server on another machine are not."""
     versions = {"llmb": __version__, "python": platform.python_version(), "event_loop": loop_name()}
-    return RunStarted(time=time.time(), world_size=1, host=socket.gethostname(), pid=os.getpid(), versions=versions)
+    version, (gpu_name, device) = server_version(url, api_key), server_device(url)
+    return RunStarted(
+        time=time.time(),
+        world_size=1,
+        gpu_name=gpu_name,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions=versions if version is None else versions | {"server": version},
+        device=device,
+    )
 
 
 @dataclass

@@ -77,6 +77,16 @@ def _check_model(url: str, model: str, body: bytes) -> None:
         raise UnknownName(f"model at {url}:", model, names)
 
 
+def server_version(url: str, api_key: str | None) -> str | None:
+    """Return what the server says of itself at /version, as vLLM does; None: it is not ready, or says nothing."""
+    try:
+        status, body = get(url, "/version", api_key)
+        version = json.loads(body)["version"] if status == 200 else None
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, str) else None
+
+
 def prefix_counters(url: str, api_key: str | None) -> PrefixCounters | None:
     """Read the prefix-cache counters of /metrics; None where the server has none."""
     try:

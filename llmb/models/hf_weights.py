@@ -3,9 +3,9 @@
     save_weights(network, Path("my-llama"), torch.bfloat16)
     load_weights(network, Path("Llama-3.1-8B"))      # hf_config.load_hf_config returns the model of a folder
 
-Both stream: the host holds one shard when saving and one tensor when loading, whatever the size of the model. A folder
-is renamed to its name when it is complete, and nothing is loaded before the names and shapes of all tensors are
-checked.
+Both stream: the host holds one shard when saving, and when loading one tensor, or one expert where a tensor has the
+matrices of all, whatever the size of the model. A folder is renamed to its name when it is complete, and nothing is
+loaded before the names and shapes of all tensors are checked.
 
 `save_weights(..., mxfp4_experts=True)` writes stacked experts as published gpt-oss folders hold them, NAME_blocks and
 NAME_scales (`ops/quant/mxfp4.py`); `load_weights` reads both.
@@ -119,7 +119,12 @@ def load_weights(network: Network, folder: Path) -> None:
     _check_names(folder, expected, stored)
     _check_shapes(folder, expected, stored)
     for name, tensor in tensors.items():
-        tensor.load(_read_mxfp4(name, stored) if name in missing else _read(name, stored))
+        if tensor.is_expert_matrix:
+            read = _read_mxfp4_expert if name in missing else _read_expert
+            for expert in range(tensor.shape[0]):
+                tensor.load_expert(expert, read(name, expert, stored))
+        else:
+            tensor.load(_read(name, stored))
 
 
 def _read(name: str, stored: dict[str, "StoredTensor"]) -> Tensor:
@@ -128,8 +133,15 @@ def _read(name: str, stored: dict[str, "StoredTensor"]) -> Tensor:
         return shard.get_tensor(name)
 
 
-def _read_mxfp4(name: str, stored: dict[str, "StoredTensor"]) -> Tensor:
-    blocks, scales = (_read(part, stored) for part in mxfp4_names(name))
+def _read_expert(name: str, expert: int, stored: dict[str, "StoredTensor"]) -> Tensor:
+    with open_safetensors(stored[name].file) as shard:
+        experts: Any = shard.get_slice(name)
+        rows: Tensor = experts[expert : expert + 1]
+        return rows
+
+
+def _read_mxfp4_expert(name: str, expert: int, stored: dict[str, "StoredTensor"]) -> Tensor:
+    blocks, scales = (_read_expert(part, expert, stored) for part in mxfp4_names(name))
     return dequantize_mxfp4(Mxfp4(blocks.flatten(-2), scales)).mT
 
 
@@ -185,6 +197,12 @@ class FileTensor:
             rows = tensor if self.stack or len(self.parts) == 1 else tensor[start : start + len(part)]
             part.copy_(rows if layout is None else layout.from_hf(rows.float()))
             start += len(part)
+
+    def load_expert(self, expert: int, matrix: Tensor) -> None:
+        """Copy the matrix of one expert of a file's stack, [1, I, O], into the network."""
+        for part, layout in zip(self.parts, self.layouts, strict=True):
+            assert layout is not None
+            part[expert].copy_(layout.from_hf(matrix)[0])
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
         if self.stack is not None:

@@ -5,7 +5,8 @@
 
 `free_bytes` is the memory left after loading the weights: measured by the engine, or estimated before the run. The
 activations of a step are subtracted first; the cache takes kv_fraction of the rest. All numbers are those of the rank
-that needs most.
+that needs most. Layers with a sliding window hold the blocks that a next token sees, where that leaves more to the
+others (`serving_time/cache_blocks.py`).
 """
 
 import math
@@ -22,6 +23,7 @@ from llmb.perfmodel.params import (
     kv_bytes_per_token,
     state_bytes_per_sequence,
 )
+from llmb.perfmodel.serving_time.cache_blocks import sequence_window_blocks, split_blocks, window_blocks
 from llmb.perfmodel.shards import StageShape, Weight, end_weights, layer_blocks, layer_weights
 
 FRACTION_STEP = 0.01  # granularity of a suggested KV fraction
@@ -93,6 +95,46 @@ def token_bytes(config: RunConfig) -> float:
     return kv_bytes_per_token(model, config.precision.kv_dtype) * _stage_fraction(config, "kv_values") / shards
 
 
+def window_token_bytes(config: RunConfig) -> float:
+    """Return the part of `token_bytes` in layers with a sliding window, whose blocks are freed behind it.
+
+    Zero where they keep whole sequences: no request is much longer than the window, or prefixes are shared.
+    """
+    return token_bytes(config) * _window_fraction(config) if _window_blocks(config) else 0.0
+
+
+def _window_fraction(config: RunConfig) -> float:
+    """Return the windowed fraction of the KV cache; leaves out that pipeline stages may differ in it."""
+    model = config.model
+    cached = sum(count for _, count, block in block_stack(model) if block.kv_values)
+    return model.window_layers / cached if cached else 0.0
+
+
+def _window_blocks(config: RunConfig) -> int:
+    """Return the blocks that windowed layers need for a full batch; 0: they keep whole sequences."""
+    work = _inference(config)
+    return window_blocks(
+        window=config.model.window if config.model.window_layers and not work.prefix_cache else None,
+        block_tokens=work.block_tokens,
+        max_seq_len=work.isl + work.osl,
+        max_batch_size=work.max_batch_size,
+        max_num_tokens=work.max_num_tokens,
+    )
+
+
+def request_bytes(config: RunConfig) -> float:
+    """Return the cache of one whole request, its state included, with windowed layers that free their blocks."""
+    work, windowed = _inference(config), window_token_bytes(config)
+    full = _whole_tokens(work) * (token_bytes(config) - windowed)
+    return full + _held_window_tokens(config) * windowed + state_bytes(config)
+
+
+def _held_window_tokens(config: RunConfig) -> int:
+    """Return the slots of a request in windowed layers: those of its window, and a block of its next chunk."""
+    window, block_tokens = config.model.window, _inference(config).block_tokens
+    return 0 if window is None else (sequence_window_blocks(window, block_tokens) + 1) * block_tokens
+
+
 def state_bytes(config: RunConfig) -> float:
     """Return the recurrent state of a request, in fp32, on the stage with the most."""
     total = state_bytes_per_sequence(config.model)
@@ -142,18 +184,31 @@ def cache_capacity(config: RunConfig, free_bytes: float) -> CacheCapacity:
     """Return what fits into the free memory at the run's KV fraction."""
     work = _inference(config)
     token, state, workspace = token_bytes(config), state_bytes(config), workspace_bytes(config)
-    request = _whole_tokens(work) * token + state
     cache = work.kv_fraction * max(0.0, free_bytes - workspace)
-    states = (work.max_batch_size + 1) * state  # one more for padding
+    # Blocks freed behind windows count only if a batch of such requests is larger than one of whole sequences.
+    whole, trimmed = _whole_tokens(work) * token + state, request_bytes(config)
+    chunks = work.max_num_tokens * window_token_bytes(config)  # of a step, until the next
+    requests, request = max((cache // whole, whole), (max(0.0, cache - chunks) // trimmed, trimmed))
     return CacheCapacity(
         free=free_bytes,
         workspace=workspace,
         cache=cache,
         token=token,
         request=request,
-        tokens=max(0, int((cache - states) // token)) if token else 0,
-        requests=int(cache // request),
+        tokens=_cached_tokens(config, cache),
+        requests=int(requests),
     )
+
+
+def _cached_tokens(config: RunConfig, cache: float) -> int:
+    """Return how many tokens the cache holds besides the states of a full batch, one more for padding."""
+    work, token, windowed = _inference(config), token_bytes(config), window_token_bytes(config)
+    available = max(0.0, cache - (work.max_batch_size + 1) * state_bytes(config))
+    if not windowed:
+        return int(available // token) if token else 0
+    full_batch = work.max_batch_size * _whole_tokens(work) // work.block_tokens
+    sizes = (work.block_tokens * (token - windowed), work.block_tokens * windowed)
+    return work.block_tokens * split_blocks(available, *sizes, _window_blocks(config), full_batch).full
 
 
 def requested_cache_bytes(config: RunConfig) -> float:
@@ -161,7 +216,9 @@ def requested_cache_bytes(config: RunConfig) -> float:
     work = _inference(config)
     schedulers = config.parallel.tp if work.attention_dp else 1
     requests = min(-(-work.concurrency // schedulers), work.max_batch_size)
-    return requests * ((work.isl + work.osl) * token_bytes(config) + state_bytes(config))
+    windowed, tokens = window_token_bytes(config), work.isl + work.osl
+    held = tokens * (token_bytes(config) - windowed) + min(tokens, _held_window_tokens(config)) * windowed
+    return requests * (held + state_bytes(config))
 
 
 def misfit(config: RunConfig) -> str | None:

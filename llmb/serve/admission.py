@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmb.errors import ConfigError
-from llmb.serve.block_pool import BlockPool
+from llmb.serve.kv_cache.block_pool import BlockPool
 from llmb.serve.request import Request, Sequence, has_fixed_length
 
 

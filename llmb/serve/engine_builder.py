@@ -4,8 +4,10 @@
 
 The KV cache is sized by profiling: the largest step of the engine is computed once without a cache, and the cache gets
 the configured fraction of the memory that is left. It is never larger than a full batch of the longest sequences needs,
-unless a prefix cache may use more. Ranks that schedule the same requests each for itself have caches of one size, that
-of the rank with the least memory: otherwise they would decide differently.
+unless a prefix cache may use more. Layers with a sliding window have blocks of their own, which are freed behind the
+window, unless a prefix cache shares them (`perfmodel/serving_time/cache_blocks.py`). Ranks that schedule the same
+requests each for itself have caches of one size, that of the rank with the least memory: otherwise they would decide
+differently.
 """
 
 from pathlib import Path
@@ -16,11 +18,13 @@ from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.spec import Inference, RunConfig
 from llmb.ops.device_capabilities import check_dtypes
+from llmb.perfmodel.serving_time.cache_blocks import CacheBlocks, split_blocks, window_blocks
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import SchedulerLimits
-from llmb.serve.block_pool import BlockPool
 from llmb.serve.engine import Engine
 from llmb.serve.group_collectives import DataParallelExperts, min_over_ranks
+from llmb.serve.kv_cache.block_pool import BlockPool
+from llmb.serve.kv_cache.window_blocks import WindowBlocks
 from llmb.serve.layers.served_linear import Format
 from llmb.serve.layers.served_model import ServedModel, ServingDtypes, build_served_model
 from llmb.serve.model_runner import TorchModelRunner
@@ -55,13 +59,16 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int, short
     if rank_info.rank == 0 and work.cuda_graphs and device.type == "cuda" and not uses_cuda_graphs(groups, work):
         print("CUDA graphs are off: they need a single rank, as collectives are not captured", flush=True)
     model = build_served_model(config.model, weight_source(config, device), serving_dtypes(config), groups)
-    num_blocks = min_over_ranks(num_cache_blocks(model, work, max_seq_len), device)
+    if rank_info.rank == 0 and config.model.window_layers and uses_prefix_cache(model, work):
+        print("prefix_cache: layers with a sliding window keep whole sequences, to share their blocks", flush=True)
+    blocks = num_cache_blocks(model, work, max_seq_len)
+    blocks = CacheBlocks(*(min_over_ranks(count, device) for count in (blocks.full, blocks.window)))
     if shorten_to_cache:
-        max_seq_len = min(max_seq_len, num_blocks * work.block_tokens)
-    return engine_for_model(model, work, max_seq_len, num_blocks)
+        max_seq_len = min(max_seq_len, blocks.full * work.block_tokens)
+    return engine_for_model(model, work, max_seq_len, blocks)
 
 
-def engine_for_model(model: ServedModel, work: Inference, max_seq_len: int, num_blocks: int) -> Engine:
+def engine_for_model(model: ServedModel, work: Inference, max_seq_len: int, blocks: CacheBlocks) -> Engine:
     """Build an engine whose KV cache has so many blocks.
 
     A pipeline computes as many steps at once as it has stages, each of other sequences: a token has to be read by the
@@ -69,18 +76,24 @@ def engine_for_model(model: ServedModel, work: Inference, max_seq_len: int, num_
     """
     slots, device, stages = work.max_batch_size, model.groups.device, model.groups.stage.size
     for mixer in model.mixers():
-        mixer.allocate(num_blocks, work.block_tokens, slots + 1, device)
+        group = blocks.window if mixer.window and blocks.window else blocks.full
+        mixer.allocate(group, work.block_tokens, slots + 1, device)
     sizes = graph_sizes(model, work) if uses_cuda_graphs(model.groups, work) else ()
     runner_class = TorchModelRunner if stages == 1 else PipelineStageRunner
-    runner = runner_class(model, slots, max_seq_len, work.block_tokens, work.max_num_tokens, sizes)
+    num_tables = 2 if blocks.window else 1
+    runner = runner_class(model, slots, max_seq_len, work.block_tokens, work.max_num_tokens, sizes, num_tables)
     limits = SchedulerLimits(
         max_batch_size=slots,
         max_num_tokens=work.max_num_tokens,
         max_seq_len=max_seq_len,
         chunked_prefill=work.chunked_prefill,
     )
-    pool = BlockPool(num_blocks, work.block_tokens, uses_prefix_cache(model, work))
-    scheduler = Scheduler(pool, limits, async_scheduling=stages == 1, depth=stages)
+    pool = BlockPool(blocks.full, work.block_tokens, uses_prefix_cache(model, work))
+    windows = None
+    if blocks.window:
+        assert model.spec.window is not None
+        windows = WindowBlocks(blocks.window, work.block_tokens, model.spec.window)
+    scheduler = Scheduler(pool, limits, async_scheduling=stages == 1, depth=stages, windows=windows)
     experts = model.groups.experts
     lockstep = experts.any_busy if isinstance(experts, DataParallelExperts) else None
     return Engine(scheduler, runner, depth=max(1, stages - 1), lockstep=lockstep)
@@ -125,15 +138,33 @@ def serving_dtypes(config: RunConfig) -> ServingDtypes:
     return ServingDtypes(dtype, formats.get(precision.dtype, "plain"), kv_dtype)
 
 
-def num_cache_blocks(model: ServedModel, work: Inference, max_seq_len: int) -> int:
-    """Return how many blocks the KV cache gets; at least one."""
-    blocks_per_sequence = -(-max_seq_len // work.block_tokens)
-    bytes_per_block = work.block_tokens * sum(mixer.bytes_per_token for mixer in model.mixers())
+def num_cache_blocks(model: ServedModel, work: Inference, max_seq_len: int) -> CacheBlocks:
+    """Return how many blocks the KV cache gets; at least one in each group of layers."""
+    full_batch = work.max_batch_size * -(-max_seq_len // work.block_tokens)
     state_bytes = (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in model.mixers())
-    full_batch = work.max_batch_size * blocks_per_sequence
-    cache_bytes = int(available_bytes(model, work) * work.kv_fraction) - state_bytes
-    max_blocks = cache_bytes // bytes_per_block if bytes_per_block else full_batch
-    return max(1, max_blocks if uses_prefix_cache(model, work) else min(full_batch, max_blocks))
+    cache_bytes = max(0, int(available_bytes(model, work) * work.kv_fraction) - state_bytes)
+    windows = full_batch_windows(model, work, max_seq_len)
+    blocks = split_blocks(cache_bytes, *block_bytes(model, work), windows, full_batch)
+    full = max(1, blocks.full if uses_prefix_cache(model, work) else min(full_batch, blocks.full))
+    return CacheBlocks(full, max(1, blocks.window) if windows else 0)
+
+
+def full_batch_windows(model: ServedModel, work: Inference, max_seq_len: int) -> int:
+    """Return the blocks that layers with a sliding window need for a full batch; 0: they keep whole sequences."""
+    return window_blocks(
+        window=None if uses_prefix_cache(model, work) else model.spec.window,
+        block_tokens=work.block_tokens,
+        max_seq_len=max_seq_len,
+        max_batch_size=work.max_batch_size,
+        max_num_tokens=work.max_num_tokens,
+    )
+
+
+def block_bytes(model: ServedModel, work: Inference) -> tuple[int, int]:
+    """Return the bytes of a block in all layers with full attention, and in all with a sliding window."""
+    windowed = sum(mixer.bytes_per_token for mixer in model.mixers() if mixer.window)
+    full = sum(mixer.bytes_per_token for mixer in model.mixers()) - windowed
+    return work.block_tokens * full, work.block_tokens * windowed
 
 
 def available_bytes(model: ServedModel, work: Inference) -> int:

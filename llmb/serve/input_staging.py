@@ -11,7 +11,7 @@ Shapes: N tokens, P sequences, S sampling sequences, M blocks of the longest seq
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.serve.request import Sequence
 from llmb.serve.step_batch import StepBatch, StepInputs
 
@@ -33,7 +34,8 @@ class StepSizes:
     num_decodes: int  # sequences with one token each, which come first
     num_prefills: int
     num_samples: int
-    num_blocks: int  # of a row of the block table
+    num_blocks: int  # of a row of a block table
+    num_tables: int = 1  # block tables: two if layers with a sliding window have blocks of their own
 
     @property
     def num_seqs(self) -> int:
@@ -41,26 +43,29 @@ class StepSizes:
 
     @property
     def num_int64(self) -> int:
-        return 3 * self.num_tokens + self.num_seqs + 2 * self.num_samples
+        return (2 + self.num_tables) * self.num_tokens + self.num_seqs + 2 * self.num_samples
 
     @property
     def num_int32(self) -> int:
-        return 2 * self.num_seqs + 1 + self.num_seqs * self.num_blocks
+        return 2 * self.num_seqs + 1 + self.num_tables * self.num_seqs * self.num_blocks
 
 
 class StepBuffer:
     """The inputs of one step in two contiguous buffers, one of int64 and one of int32."""
 
     def __init__(self, int64s: Tensor, int32s: Tensor, sizes: StepSizes):
-        n, p, s = sizes.num_tokens, sizes.num_seqs, sizes.num_samples
+        n, p, s, tables = sizes.num_tokens, sizes.num_seqs, sizes.num_samples, sizes.num_tables
         self.int64s, self.int32s, self.sizes = int64s[: sizes.num_int64], int32s[: sizes.num_int32], sizes
-        views = self.int64s.split((n, n, n, p, s, s))
+        views = self.int64s.split((n, n, n, p, s, s, *[n] * (tables - 1)))
         # A token of -1 - slot stands for the last token of that slot, which only the device has. Sampled tokens come
         # from the rows `logits_indices_S` of the N and become the last tokens of the slots `sample_slots_S`.
-        self.tokens_N, self.positions_N, self.slot_mapping_N, self.slots_P = views[:4]
-        self.logits_indices_S, self.sample_slots_S = views[4:]
-        self.cu_seqlens_P1, self.seq_lens_P, table = self.int32s.split((p + 1, p, p * sizes.num_blocks))
-        self.block_table_PM = table.view(p, sizes.num_blocks)
+        self.tokens_N, self.positions_N, slot_mapping_N, self.slots_P = views[:4]
+        self.logits_indices_S, self.sample_slots_S = views[4:6]
+        self.slot_mappings = (slot_mapping_N, *views[6:])  # of all layers, or of full and windowed ones
+        self.cu_seqlens_P1, self.seq_lens_P, *tables_PM = self.int32s.split(
+            (p + 1, p, *[p * sizes.num_blocks] * tables)
+        )
+        self.block_tables = [table.view(p, sizes.num_blocks) for table in tables_PM]
 
     @classmethod
     def on(cls, device: torch.device, sizes: StepSizes) -> "StepBuffer":
@@ -74,25 +79,29 @@ class StepBuffer:
 
         With `max_query_len`, for a CUDA graph, no sequence has more tokens in this step; without, as the batch says.
         """
-        return StepInputs(
-            positions_N=self.positions_N,
-            slot_mapping_N=self.slot_mapping_N,
-            slots_P=self.slots_P,
+        metadata = AttentionMetadata(
             cu_seqlens_P1=self.cu_seqlens_P1,
             seq_lens_P=self.seq_lens_P,
-            block_table_PM=self.block_table_PM,
+            block_table_PM=self.block_tables[0],
             num_decodes=num_decodes,
             max_query_len=max_query_len or max((chunk.num_tokens for chunk in batch.chunks), default=0),
             max_seq_len=max_seq_len,
             prefill_chunks=tuple((chunk.start, chunk.num_tokens) for chunk in batch.chunks[num_decodes:]),
             padded_prefills=self.sizes.num_prefills if max_query_len else 0,
         )
+        inputs = StepInputs(
+            positions_N=self.positions_N, slot_mapping_N=self.slot_mappings[0], slots_P=self.slots_P, **vars(metadata)
+        )
+        if self.sizes.num_tables == 1:
+            return inputs
+        window_metadata = replace(metadata, block_table_PM=self.block_tables[1])
+        return replace(inputs, window_metadata=window_metadata, window_slot_mapping_N=self.slot_mappings[1])
 
 
 class InputStaging:
     """Host buffers and block tables. `slots`: sequences that may run; slot number `slots` is reserved for padding.
 
-    `max_padding`: rows of padding that a step may have beyond the slots.
+    `max_padding`: rows of padding that a step may have beyond the slots. `num_tables`: as in StepSizes.
     """
 
     def __init__(
@@ -104,15 +113,18 @@ class InputStaging:
         device: torch.device,
         num_buffers: int = NUM_HOST_BUFFERS,
         max_padding: int = 0,
+        num_tables: int = 1,
     ):
         self.slots, self.num_blocks, self.block_tokens, self.device = slots, num_blocks, block_tokens, device
-        self._block_table = np.zeros((slots, num_blocks), dtype=np.int32)  # of each slot
+        self.num_tables = num_tables
+        self._block_tables = np.zeros((num_tables, slots, num_blocks), dtype=np.int32)  # of each slot
         sizes = StepSizes(
             num_tokens=max(max_num_tokens, slots),
             num_decodes=slots,
             num_prefills=max_padding,
             num_samples=slots,
             num_blocks=num_blocks,
+            num_tables=num_tables,
         )
         pin = device.type == "cuda"
         self._host_buffers: Iterator[tuple[Tensor, Tensor]] = cycle(
@@ -126,7 +138,7 @@ class InputStaging:
     def upload(self, batch: StepBatch, buffer: StepBuffer) -> None:
         """Copy the batch, padded to the buffer's sizes, into a buffer on the device; does not wait."""
         host = StepBuffer(*next(self._host_buffers), buffer.sizes)
-        self._update_block_table(batch)
+        self._update_block_tables(batch)
         self._fill(batch, host)
         buffer.int64s.copy_(host.int64s, non_blocking=True)
         buffer.int32s.copy_(host.int32s, non_blocking=True)
@@ -140,12 +152,13 @@ class InputStaging:
         cu_seqlens_P1 = np.concatenate(([0], np.cumsum(counts_P)))
         positions_N = np.arange(cu_seqlens_P1[-1]) + np.repeat(firsts_P - cu_seqlens_P1[:-1], counts_P)
         block_N, offset_N = np.divmod(positions_N, self.block_tokens)
-        block_ids_N = self._block_table[np.repeat(slots_P, counts_P), block_N].astype(np.int64)
+        slots_N = np.repeat(slots_P, counts_P)
 
         tokens_N = [token for chunk in chunks for token in _tokens(chunk.sequence, chunk.start, chunk.end)]
         _fill_padded(host.tokens_N, tokens_N, 0)
         _fill_padded(host.positions_N, positions_N, 0)
-        _fill_padded(host.slot_mapping_N, block_ids_N * self.block_tokens + offset_N, -1)
+        for table, slot_mapping_N in zip(self._block_tables, host.slot_mappings, strict=True):
+            _fill_padded(slot_mapping_N, table[slots_N, block_N].astype(np.int64) * self.block_tokens + offset_N, -1)
         _fill_padded(host.logits_indices_S, cu_seqlens_P1[1:][sampling_S] - 1, 0)
         _fill_padded(host.sample_slots_S, slots_P[sampling_S], self.slots)
 
@@ -154,21 +167,25 @@ class InputStaging:
         rows_P[num_decodes:] += sizes.num_decodes - num_decodes
         _fill_rows(host.slots_P, rows_P, slots_P, self.slots)
         _fill_rows(host.seq_lens_P, rows_P, firsts_P + counts_P, 0)
-        host.block_table_PM.numpy()[rows_P] = self._block_table[slots_P, : sizes.num_blocks]
+        for table, block_table_PM in zip(self._block_tables, host.block_tables, strict=True):
+            block_table_PM.numpy()[rows_P] = table[slots_P, : sizes.num_blocks]
         starts_P1 = host.cu_seqlens_P1.numpy()
         starts_P1[: sizes.num_decodes + 1] = np.arange(sizes.num_decodes + 1)
         if sizes.num_prefills:
             starts_P1[sizes.num_decodes :] = cu_seqlens_P1[-1]
             starts_P1[sizes.num_decodes :][: len(chunks) - num_decodes] = cu_seqlens_P1[num_decodes:-1]
 
-    def _update_block_table(self, batch: StepBatch) -> None:
+    def _update_block_tables(self, batch: StepBatch) -> None:
         """Add the blocks that sequences were given since their last step."""
         for chunk in batch.chunks:
             sequence = chunk.sequence
-            if sequence.num_synced_blocks != len(sequence.block_ids):
-                new_blocks = sequence.block_ids[sequence.num_synced_blocks :]
-                self._block_table[sequence.slot, sequence.num_synced_blocks : len(sequence.block_ids)] = new_blocks
-                sequence.num_synced_blocks = len(sequence.block_ids)
+            first, last = sequence.num_synced_blocks, len(sequence.block_ids)
+            if first != last:
+                for table, blocks in zip(
+                    self._block_tables, (sequence.block_ids, sequence.window_block_ids), strict=False
+                ):
+                    table[sequence.slot, first:last] = blocks[first:]
+                sequence.num_synced_blocks = last
 
 
 def _fill_padded(tensor: Tensor, values: np.ndarray | list[int], padding: ArrayLike) -> None:

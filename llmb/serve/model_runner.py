@@ -58,13 +58,14 @@ class TorchModelRunner:
         block_tokens: int,
         max_num_tokens: int,
         graph_sizes: tuple[GraphSize, ...] = (),
+        num_tables: int = 1,
     ):
         self.model, self.device = model, model.groups.device
         num_blocks = -(-max_seq_len // block_tokens)
         num_buffers = max(NUM_HOST_BUFFERS, model.groups.stage.size + 1)  # one launched step per pipeline stage
         max_padding = max((size.num_decodes + size.num_prefills - slots for size in graph_sizes), default=0)
         self.staging = InputStaging(
-            slots, num_blocks, block_tokens, max_num_tokens, self.device, num_buffers, max_padding
+            slots, num_blocks, block_tokens, max_num_tokens, self.device, num_buffers, max_padding, num_tables
         )
         self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last slot is padding
         self.graphs = StepGraphs(self.staging, self.compute, max_seq_len, self.last_tokens, graph_sizes)
@@ -122,6 +123,7 @@ class TorchModelRunner:
             num_prefills=len(batch.chunks[num_decodes:]),
             num_samples=len(batch.sampling_chunks),
             num_blocks=-(-max_seq_len // self.staging.block_tokens),
+            num_tables=self.staging.num_tables,
         )
         buffer = StepBuffer.on(self.device, sizes)
         self.staging.upload(batch, buffer)

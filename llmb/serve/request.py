@@ -75,6 +75,8 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)  # of the KV cache, in token order
     num_synced_blocks: int = 0  # blocks already in the device's block table; reset when it gets a slot
     num_cached_blocks: int = 0  # leading blocks that came from the prefix cache
+    window_block_ids: list[int] = field(default_factory=list)  # of layers with a sliding window, where they have a pool
+    num_expired_blocks: int = 0  # leading window blocks that are free again: no later token sees them
     started: bool = False  # it was admitted once; it may have been preempted since
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     finish_reason: FinishReason | None = None

@@ -15,7 +15,8 @@ from collections import OrderedDict
 
 from llmb.errors import ConfigError
 from llmb.serve.admission import AdmissionCheck, SchedulerLimits, check_request
-from llmb.serve.block_pool import BlockPool, extend_block_hashes
+from llmb.serve.kv_cache.block_pool import BlockPool, extend_block_hashes
+from llmb.serve.kv_cache.window_blocks import WindowBlocks
 from llmb.serve.request import FinishReason, Request, Sequence, check_stop
 from llmb.serve.step_batch import ScheduledChunk, StepBatch
 
@@ -25,10 +26,19 @@ class Scheduler:
 
     `async_scheduling`: a sequence may be scheduled while its last token is unread. Without (the token has to come back
     to the host first), decodes are spread over `depth` steps, so that as many steps can be launched at once.
+    `windows`: blocks of layers with a sliding window; without, those layers have the same blocks as all others.
     """
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, async_scheduling: bool = True, depth: int = 1):
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        async_scheduling: bool = True,
+        depth: int = 1,
+        windows: WindowBlocks | None = None,
+    ):
         self.pool = pool
+        self.windows = windows
         self.limits = limits
         self.async_scheduling = async_scheduling
         self.depth = depth
@@ -37,6 +47,9 @@ class Scheduler:
         self._free_slots = list(range(limits.max_batch_size))[::-1]
         self.num_preemptions = 0
         self.num_prefix_queries = self.num_prefix_hits = 0  # prompt tokens looked up in the prefix cache, and present
+        self._prefilled: list[
+            Sequence
+        ] = []  # by the last step, of whose chunks most window blocks are not needed again
         self._unread: set[Sequence] = set()  # in a launched step that must be read before they are scheduled again
 
     @property
@@ -64,6 +77,7 @@ class Scheduler:
     def schedule(self) -> StepBatch:
         """Return the next step, which must be launched before the scheduler is called again."""
         chunks: list[ScheduledChunk] = []
+        self._trim_windows()
         num_running = len(self.running)
         prefills = self._schedule_decodes(chunks)
         self._schedule_prefills(chunks, prefills)
@@ -143,7 +157,16 @@ class Scheduler:
             if last is sequence:
                 return False
         sequence.block_ids.append(self.pool.allocate())
+        if self.windows is not None:
+            self.windows.extend(sequence)
         return True
+
+    def _trim_windows(self) -> None:
+        """Free the window blocks that the prefill chunks of the last step needed and no later token sees."""
+        if self.windows is not None:
+            for sequence in self._prefilled:
+                self.windows.trim(sequence)
+            self._prefilled = []
 
     def _schedule_prefills(self, chunks: list[ScheduledChunk], prefills: list[Sequence]) -> None:
         """Schedule the next chunk of each unfinished prefill, as far as the budget and the free blocks allow."""
@@ -172,6 +195,9 @@ class Scheduler:
         chunk = ScheduledChunk(sequence, start, num_tokens, start + num_tokens == len(sequence.token_ids))
         for _ in range(self.pool.num_blocks_for(chunk.end) - len(sequence.block_ids)):
             sequence.block_ids.append(self.pool.allocate())
+        if self.windows is not None:
+            self.windows.extend(sequence)
+            self._prefilled.append(sequence)
         sequence.num_computed_tokens = chunk.end
         sequence.num_pending_tokens += chunk.samples
         return chunk
@@ -252,6 +278,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Free the blocks and the slot of a sequence."""
         self.pool.release(sequence.block_ids)
+        if self.windows is not None:
+            self.windows.release(sequence)
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
         sequence.block_ids = []

@@ -12,7 +12,7 @@ from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
 from llmb.loadgen.prompt_sampler import Prompt
 from llmb.perfmodel.hardware import GIB
-from llmb.perfmodel.serving_capacity import advice, cache_capacity, token_bytes, weight_bytes
+from llmb.perfmodel.serving_capacity import advice, cache_capacity, token_bytes, weight_bytes, window_token_bytes
 from llmb.runtime.process_memory import is_out_of_memory, peak_bytes, requested_bytes
 from llmb.runtime.run_ending import OutOfMemory
 from llmb.serve.engine_builder import HOST_MEMORY_FRACTION
@@ -76,7 +76,8 @@ def check_cache_capacity(config: RunConfig, device: torch.device, blocks: int, p
         return
     isl, osl = len(longest.tokens), longest.output_tokens
     longest_config = replace(config, workload=replace(work, isl=isl, osl=osl))
-    free = free_bytes(device) + blocks * work.block_tokens * token_bytes(config)
+    full_bytes = token_bytes(config) - window_token_bytes(longest_config)
+    free = free_bytes(device) + blocks * work.block_tokens * full_bytes
     raise ConfigError(
         f"the KV cache of {blocks * work.block_tokens} tokens is too small for a request of {isl}+{osl}: "
         f"{advice(longest_config, free)}"

@@ -96,3 +96,5 @@ class StepInputs(AttentionMetadata):
     sin_ND: Tensor | None = None
     local_cos_ND: Tensor | None = None  # of layers with a sliding window, if their rotary embedding is another
     local_sin_ND: Tensor | None = None
+    window_metadata: AttentionMetadata | None = None  # of those layers, if they have blocks of their own
+    window_slot_mapping_N: Tensor | None = None

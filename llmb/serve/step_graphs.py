@@ -163,6 +163,7 @@ def padded_sizes(size: GraphSize, staging: InputStaging) -> StepSizes:
         num_prefills=size.num_prefills,
         num_samples=min(size.num_decodes + size.num_prefills, staging.slots),
         num_blocks=staging.num_blocks,
+        num_tables=staging.num_tables,
     )
 
 

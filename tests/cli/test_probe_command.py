@@ -9,6 +9,7 @@ import pytest
 from llmb.cli.machine.probe_command import _probe_target
 from llmb.launch.command import engine_install_command
 from llmb.perfmodel.offload.machine_rates import H200, machine_path, rates_of, rates_path
+from llmb.perfmodel.probe.node_collectives import stored_node_collectives
 from llmb.perfmodel.probe.probe_record import read_probe, stored_probe
 
 CPU = ["probe", "--gpu-type", "cpu"]
@@ -147,3 +148,21 @@ def test_gpu_that_is_not_in_the_table_is_measured_under_its_own_name(monkeypatch
     monkeypatch.setattr("llmb.launch.local_machine.gpu_names", lambda: ["NVIDIA GeForce RTX 4080"])
     for requested in (None, "rtx-4080", "unlisted:RTX-4080"):
         assert _probe_target(requested) == ("rtx-4080", "NVIDIA GeForce RTX 4080")
+
+
+def test_collectives_among_nodes_are_stored_for_each_of_them(llmb_run, monkeypatch, tmp_path):
+    seconds = {"median": 1e-3, "p5": 1e-3, "p95": 2e-3, "n": 7}
+    rate = {"operation": "all_gather", "bytes": 1024, "seconds": seconds, "algbw_gbs": 1.0, "busbw_gbs": 1.5}
+    measured = {"backend": "nccl", "ranks": 16, "nodes": 2, "rates": [rate, {**rate, "bytes": 1 << 30, "busbw_gbs": 9}]}
+    on_nodes = "llmb.launch.probe.collective_ranks.collectives_on_nodes"
+    monkeypatch.setattr(on_nodes, lambda *arguments: (measured, ("n1", "n2")))
+    code, out, err = llmb_run("probe", "--slurm", "--gpu-type", "h200", "--json")
+    assert (code, json.loads(out)) == (0, measured)
+    assert "for 2 nodes" in err
+    stored = stored_node_collectives("h200", tmp_path / "llmb", "n2.cluster")
+    assert stored == stored_node_collectives("h200", tmp_path / "llmb", "n1")
+    assert (stored.nodes, [largest.busbw_gbs for largest in stored.largest]) == (("n1", "n2"), [9.0])
+    assert stored_node_collectives("h200", tmp_path / "llmb", "n3") is None
+    code, out, err = llmb_run("probe", "--slurm")
+    assert code == 0
+    assert "not stored: nothing says which GPU the nodes have; name it with --gpu-type" in err

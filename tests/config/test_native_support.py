@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from published_models import GPT_OSS_20B
 
 from llmb.config.native.departures import check_engine_support, departure_lines, departures
 from llmb.config.native.number_formats import number_formats
+from llmb.config.native.serving_support import supported_serving
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, expand_gpus, selector_values
 from llmb.config.resolve import resolve
@@ -218,6 +220,16 @@ def test_save_norm_outputs_is_for_llama(recipes):
     request = RunRequest(size="8b", dtype="bf16", gpus=8, gpu="h200", settings=settings)
     with pytest.raises(ConfigError, match="save_norm_outputs=true with nemotron_h in bf16"):
         resolve(recipes["pretrain_nemotronh"], request)
+
+
+def test_block_scales_of_widths_without_whole_blocks_are_refused(recipes):
+    request = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200")
+    config = replace(resolve(recipes["inference_llama3.1"], request), model=GPT_OSS_20B)
+    for recipe in ("tensorwise", "channelwise"):
+        supported_serving(replace(config, precision=replace(config.precision, fp8_recipe=recipe)))
+    blockwise = replace(config, precision=replace(config.precision, fp8_recipe="blockwise"))
+    with pytest.raises(ConfigError, match="the width of gpt-oss 20b is 2880; choose channelwise or tensorwise"):
+        supported_serving(blockwise)
 
 
 def test_out_of_core_training_has_delayed_scaling_only(recipes):

@@ -249,7 +249,10 @@ import resource, sys, torch
 from pathlib import Path
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights, save_weights
-from llmb.config.spec import Model
+from llmb.config.spec import Model, MoEConfig
+from llmb.serve.weights.hf_folder import HfFolderWeights
+sys.path.insert(0, sys.argv[2])
+from small_models import gpt_oss_model
 
 def now():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -272,19 +275,39 @@ def save(shard, again=False):
 def load(again=False):
     load_weights(networks[again], folder / f"4000000{again}")
 print(rise(lambda again=False: save(4_000_000, again)), rise(load), rise(lambda again=False: save(10**10, again)))
+del networks, network
+model = gpt_oss_model(hidden=512, ffn=256, vocab=64, layers=2, experts=MoEConfig(count=32, top_k=2, ffn=256, bias=True))
+network = build_model(model)
+network.init_weights(0)
+def serve(again=False):
+    source = HfFolderWeights(model, folder / "mxfp4", torch.bfloat16, torch.device("cpu"))
+    for name in network.state_dict():
+        source.load(name)
+for name in ("bf16", "mxfp4"):
+    save_weights(network, folder / name, torch.bfloat16, 5_000_000, mxfp4_experts=name == "mxfp4")
+    print(rise(lambda again=False: load_weights(network, folder / name)))
+print(rise(serve))
 """
 
 
 @pytest.mark.slow
 def test_memory_stays_near_one_shard_and_one_tensor(tmp_path: Path) -> None:
-    """A model of 340 MB (168 MB as bf16) in 48 shards of 4 MB, its largest tensor 2 MB."""
-    command = [sys.executable, "-c", MEMORY, tmp_path]
+    """A model of 340 MB (168 MB as bf16) in 48 shards of 4 MB, its largest tensor 2 MB.
+
+    And a gpt-oss of 102 MB, 32 experts a layer: their matrices are one tensor of 17 MB as bf16, or 4 MB as MXFP4. It is
+    loaded expert by expert; to serve it, one of its two matrices is widened to fp32, 17 MB on the device of the engine.
+    """
+    command = [sys.executable, "-c", MEMORY, tmp_path, Path(__file__).parents[1]]
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed counts no longer, whatever malloc would keep
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    sharded, loaded, at_once = map(int, done.stdout.split())
+    sharded, loaded, at_once, stacked, widened, served = map(int, done.stdout.split())
     assert len(list((tmp_path / "4000000True").glob("*.safetensors"))) == 48
     assert sharded < 7e6
     assert loaded < 4e6
     assert at_once > 120e6, "the measure sees what one large shard costs"
+    assert len(list((tmp_path / "mxfp4").glob("*.safetensors"))) > 2
+    assert stacked < 6e6
+    assert widened < 10e6
+    assert served < 17e6 + 4e6 + 10e6

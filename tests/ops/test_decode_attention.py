@@ -52,3 +52,13 @@ def test_kv_splits_fill_the_gpu_but_have_enough_tokens(
     sequences: int, kv_heads: int, max_seq_len: int, splits: int
 ) -> None:
     assert num_kv_splits(sequences, kv_heads, max_seq_len, MAX_PROGRAMS, MIN_SPLIT_TOKENS, MAX_SPLITS) == splits
+
+
+def test_blocks_before_the_window_are_never_read(device: torch.device) -> None:
+    sequences, window = ((149, 1), (96, 1)), 20
+    arguments, _ = decode(Generator().manual_seed(0), device, sequences, True, None, 512, window=window)
+    _, _, _, cache, _, metadata, *_ = arguments
+    for row, (first, _) in enumerate(sequences):
+        freed = metadata.block_table_PM[row, : (first - window + 1) // cache.block_tokens].long()
+        cache.keys_BGLD[freed], cache.values_BGDL[freed] = float("nan"), float("nan")
+    assert decode_attention.triton(*arguments).isfinite().all()

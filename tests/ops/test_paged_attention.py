@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases.attention import BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, SCALE, step
+from op_cases.attention import BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, SCALE, kv_cache, step
 from torch import Generator, Tensor
 
 from llmb.models.blocks import causal_attention
@@ -72,3 +72,18 @@ def test_fp8_cache_is_quantized_with_its_scale():
     quantized = [(x * 2).to(torch.float8_e4m3fn).float() / 2 for x in (k, v)]
     plain = causal_attention(*(x.transpose(0, 1)[None] for x in (q, *quantized)))[0].transpose(0, 1)
     torch.testing.assert_close(paged_attention.reference(q, k, v, cache, metadata, SCALE), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_blocks_before_the_window_are_never_read(device, implementation):
+    """The serving engine frees them: here they are named by the table, and all their values are NaN."""
+    sequences, window, generator = ((41, 1), (62, 1), (35, 20)), 9, Generator().manual_seed(2)
+    metadata, slots = step(generator, device, sequences)
+    cache = kv_cache(generator, device)
+    for row, (first, _) in enumerate(sequences):
+        freed = metadata.block_table_PM[row, : max(0, first - window + 1) // BLOCK_TOKENS].long()
+        assert len(freed) > 0
+        cache.keys_BGLD[freed], cache.values_BGDL[freed] = float("nan"), float("nan")
+    qkv = rope_and_cache.reference(random_qkv(len(slots), 3).to(device), None, None, cache, slots)
+    attend = getattr(paged_attention, implementation)
+    assert attend(*qkv, cache, metadata, SCALE, None, window).isfinite().all()

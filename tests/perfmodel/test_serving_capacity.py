@@ -109,6 +109,33 @@ def test_whole_requests_take_whole_blocks() -> None:
     assert (capacity.requests, capacity.tokens) == (2, 256)
 
 
+@pytest.mark.parametrize(
+    ("model", "isl", "osl", "whole", "windowed"),
+    [
+        (GPT_OSS_20B, 1000, 1000, 1193, 2118),
+        (GPT_OSS_20B, 1024, 8192, 265, 515),
+        (GPT_OSS_20B, 32768, 1024, 72, 143),
+        (GPT_OSS_120B, 1024, 8192, 108, 210),
+        (GPT_OSS_120B, 32768, 1024, 29, 58),
+        (GPT_OSS_20B, 100, 100, 9551, 9551),  # hardly longer than the window
+    ],
+)
+def test_windowed_layers_leave_their_memory_to_the_others(
+    model: Model, isl: int, osl: int, whole: int, windowed: int
+) -> None:
+    """The table of docs/inference.md: half of the layers see 128 tokens, so a request takes little more than half."""
+    config = replace(llama("bf16"), model=model)
+    config = replace(config, precision=replace(config.precision, dtype="mxfp4"))
+    config = with_work(config, isl=isl, osl=osl, max_batch_size=1024, max_num_tokens=8192, kv_fraction=0.9)
+    free = serving_capacity.free_bytes(config)
+    assert free is not None
+    shared = with_work(config, prefix_cache=True)  # whose windowed layers keep whole sequences
+    assert serving_capacity.cache_capacity(shared, free).requests == whole
+    assert serving_capacity.cache_capacity(config, free).requests == windowed
+    batch = serving_capacity.cache_capacity(with_work(config, max_batch_size=windowed), free)
+    assert batch.tokens >= batch.requests * (isl + osl), "a batch of so many has blocks for all of them"
+
+
 @pytest.mark.parametrize(("recipe", "row", "dtype", "gpu"), ROWS)
 def test_every_recipe_row_fits_a_request_and_a_step(recipe, row, dtype, gpu) -> None:
     picks = {name: row[name] for name in ("mode", "use_case")}

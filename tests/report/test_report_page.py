@@ -12,6 +12,7 @@ from llmb.errors import ConfigError
 from llmb.events import GpuSample
 from llmb.perfmodel.explain.explanation import TermPair
 from llmb.perfmodel.offload.machine_rates import H200
+from llmb.perfmodel.probe.node_collectives import NodeCollectives
 from llmb.perfmodel.probe.probe_record import CollectiveRate, Collectives, ProbeDetails, ProbeRecord, spread
 from llmb.report.page import chart_library
 from llmb.report.page.ceilings_card import ceilings
@@ -70,6 +71,11 @@ def test_ceilings_that_the_probe_measured_stand_beside_the_result(recipes):
     assert "680" in text
     assert "<script>" not in text
     assert "54.5" in ceilings(replace(record, probe=ProbeRecord(rates=H200)))  # a file of an older version
+    collectives = Collectives(backend="nccl", ranks=16, nodes=2, rates=(rate,))
+    nodes = NodeCollectives(gpu="h200", nodes=("n1", "n2"), measured_at="today", collectives=collectives)
+    text = ceilings(replace(record, node_collectives=nodes))  # without a probe of the machine
+    assert "all-reduce of 1 GiB, 16 ranks on 2 nodes, nccl" in text
+    assert "Collectives on n1, n2: today." in text
 
 
 def test_the_bar_shows_all_rates_in_one_unit(recipes):

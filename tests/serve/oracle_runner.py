@@ -2,12 +2,14 @@
 
 The next token is a hash of all tokens of the sequence, read back from the blocks of its block table. The inputs of a
 step are copied when it is launched; it is computed only when its tokens, or those of a later step, are read. This
-detects a wrong block table, a block freed too early, a stale prefix or an overwritten shared block.
+detects a wrong block table, a block freed too early, a stale prefix or an overwritten shared block. With a sliding
+window there is a second cache, in which the tokens that the step's own can see must be intact.
 """
 
 from dataclasses import dataclass, field
 
 from llmb.serve.admission import SchedulerLimits
+from llmb.serve.kv_cache.window_blocks import WindowBlocks
 from llmb.serve.request import Request, RequestOutput, check_stop
 from llmb.serve.step_batch import ScheduledChunk, StepBatch
 
@@ -43,6 +45,7 @@ class UploadedChunk:
     tokens: list[int | None]
     table: list[int]
     samples: bool
+    window_table: list[int]
 
     @property
     def end(self) -> int:
@@ -88,8 +91,11 @@ class OracleRunner:
         limits: SchedulerLimits,
         prefix_cache: bool = False,
         async_scheduling: bool = True,
+        windows: WindowBlocks | None = None,
     ):
         self.block_tokens = block_tokens
+        self.window = None if windows is None else windows.window
+        self.window_cells: dict[tuple[int, int], tuple[int, int, int]] = {}  # request id, slot, position
         self.limits = limits
         self.prefix_cache = prefix_cache
         self.async_scheduling = async_scheduling
@@ -155,7 +161,13 @@ class OracleRunner:
         pending = [None] * (chunk.num_tokens - len(host_tokens))
         assert len(pending) <= 1, "only the last token can be pending"
         return UploadedChunk(
-            number, sequence.slot, chunk.start, [*host_tokens, *pending], list(row.table), chunk.samples
+            number,
+            sequence.slot,
+            chunk.start,
+            [*host_tokens, *pending],
+            list(row.table),
+            chunk.samples,
+            list(sequence.window_block_ids),
         )
 
     def _check_chunk(self, chunk: ScheduledChunk) -> None:
@@ -166,7 +178,23 @@ class OracleRunner:
         if chunk.end < length and not self.limits.chunked_prefill:
             assert len(sequence.token_ids) > self.limits.max_num_tokens, "a prompt is chunked without chunked prefill"
 
+    def _compute_windows(self, uploads: list[UploadedChunk]) -> None:
+        """Write the window cells of a step, then check those that its tokens see."""
+        for upload in uploads:
+            assert len(upload.window_table) == len(upload.table)
+            for position in range(upload.start, upload.end):
+                self.window_cells[self._window_cell(upload, position)] = (upload.number, upload.slot, position)
+        for upload in uploads:
+            for position in range(max(0, upload.start - self.window + 1), upload.end):
+                content = self.window_cells[self._window_cell(upload, position)]
+                assert content == (upload.number, upload.slot, position), "a window block was freed too early"
+
+    def _window_cell(self, upload: UploadedChunk, position: int) -> tuple[int, int]:
+        return upload.window_table[position // self.block_tokens], position % self.block_tokens
+
     def _compute(self, uploads: list[UploadedChunk]) -> list[int]:
+        if self.window is not None:
+            self._compute_windows(uploads)
         writers: dict[tuple[int, int], int] = {}
         for upload in uploads:
             for position, token in enumerate(upload.tokens, upload.start):

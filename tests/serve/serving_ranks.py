@@ -14,6 +14,7 @@ from small_served import MAX_SEQ_LEN, serve
 
 from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.spec import Inference, RunConfig
+from llmb.perfmodel.serving_time.cache_blocks import CacheBlocks
 from llmb.runtime.rank_info import init_distributed
 from llmb.serve.benchmark.request_load import data_parallel_shard
 from llmb.serve.engine import Engine
@@ -70,7 +71,7 @@ def rank_engine(config: RunConfig, blocks: int) -> Engine:
     place = init_distributed(config, "llmb.serve")
     ranks = join_groups(config, place)
     served_model = build_served_model(config.model, weight_source(config, place.device), serving_dtypes(config), ranks)
-    return engine_for_model(served_model, _work(config), MAX_SEQ_LEN, blocks)
+    return engine_for_model(served_model, _work(config), MAX_SEQ_LEN, CacheBlocks(blocks))
 
 
 def _work(config: RunConfig) -> Inference:

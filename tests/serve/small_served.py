@@ -34,10 +34,11 @@ from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.config.spec import Inference, MambaConfig, Model, RopeConfig, RunConfig
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights, save_weights
+from llmb.perfmodel.serving_time.cache_blocks import CacheBlocks
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import AdmissionCheck
 from llmb.serve.engine import Engine, EngineStats
-from llmb.serve.engine_builder import engine_for_model, serving_dtypes, weight_source
+from llmb.serve.engine_builder import engine_for_model, full_batch_windows, serving_dtypes, weight_source
 from llmb.serve.input_staging import InputStaging, StepBuffer
 from llmb.serve.layers.served_model import ServedModel, build_served_model
 from llmb.serve.model_runner import TorchModelRunner
@@ -197,7 +198,9 @@ def engine_for(served_model: ServedModel, blocks: int = 256, longest: int = MAX_
     """Build an engine with a cache of so many blocks; engines of one model cannot be used at the same time."""
     work = CONFIG.workload
     assert isinstance(work, Inference)
-    return engine_for_model(served_model, replace(work, **settings), longest, blocks)
+    work = replace(work, **settings)
+    windows = min(blocks, full_batch_windows(served_model, work, longest))
+    return engine_for_model(served_model, work, longest, CacheBlocks(blocks, windows))
 
 
 class EagerReplays:
@@ -213,7 +216,9 @@ class EagerReplays:
         runner = engine.runner
         assert isinstance(runner, TorchModelRunner)
         old = runner.staging
-        runner.staging = InputStaging(old.slots, old.num_blocks, old.block_tokens, 1000, old.device, max_padding=100)
+        runner.staging = InputStaging(
+            old.slots, old.num_blocks, old.block_tokens, 1000, old.device, max_padding=100, num_tables=old.num_tables
+        )
         replays = cls(runner, sizes)
         runner.graphs = replays  # type: ignore[assignment]
         return replays
@@ -299,6 +304,9 @@ def serve(
 def check_idle(engine: Engine) -> None:
     pool, limits = engine.scheduler.pool, engine.scheduler.limits
     pool.check_consistency()
+    if engine.scheduler.windows is not None:
+        engine.scheduler.windows.pool.check_consistency()
+        assert engine.scheduler.windows.pool.num_used == 0
     assert engine.stats == EngineStats(waiting=0, running=0, blocks_used=0, blocks=pool.num_blocks)
     assert sorted(engine.scheduler._free_slots) == list(range(limits.max_batch_size))
 

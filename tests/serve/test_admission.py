@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from llmb.errors import ConfigError
 from llmb.serve.admission import AdmissionCheck, SchedulerLimits, check_request
-from llmb.serve.block_pool import BlockPool
+from llmb.serve.kv_cache.block_pool import BlockPool
 from llmb.serve.request import Request, Sequence
 
 LIMITS = SchedulerLimits(max_batch_size=2, max_num_tokens=16, max_seq_len=100)

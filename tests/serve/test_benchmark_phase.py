@@ -19,8 +19,8 @@ from llmb.serve.benchmark.benchmark_phase import BenchmarkPhase
 from llmb.serve.benchmark.prompts import ModelInfo, PromptSampler
 from llmb.serve.benchmark.request_load import RequestLoad, make_load, measured_load
 from llmb.serve.benchmark.request_recorder import TOKEN_TIMES_PER_STEP, InFlightRequest, PhaseClock, RequestRecorder
-from llmb.serve.block_pool import BlockPool
 from llmb.serve.engine import Engine
+from llmb.serve.kv_cache.block_pool import BlockPool
 from llmb.serve.request import RequestOutput
 from llmb.serve.scheduler import Scheduler
 

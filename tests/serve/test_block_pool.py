@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.serve.block_pool import BlockPool, extend_block_hashes
+from llmb.serve.kv_cache.block_pool import BlockPool, extend_block_hashes
 
 
 def hashes_of(tokens, block_tokens=2):

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from oracle_runner import VOCABULARY, OracleRunner, expected_output
 
+from llmb.perfmodel.serving_time.cache_blocks import window_blocks
 from llmb.serve.admission import AdmissionCheck, SchedulerLimits
-from llmb.serve.block_pool import BlockPool
 from llmb.serve.engine import Engine, EngineStats
+from llmb.serve.kv_cache.block_pool import BlockPool
+from llmb.serve.kv_cache.window_blocks import WindowBlocks
 from llmb.serve.request import Request, RequestOutput
 from llmb.serve.scheduler import Scheduler
 from llmb.serve.step_batch import StepBatch
@@ -49,18 +51,34 @@ class OutputCollector:
                 assert output == plain
 
 
-def make(blocks=64, block_tokens=4, prefix_cache=False, async_scheduling=True, depth=1, lockstep=None, **limits):
+def make(
+    blocks=64, block_tokens=4, prefix_cache=False, async_scheduling=True, depth=1, lockstep=None, window=None, **limits
+):
     limits = SchedulerLimits(**{"max_batch_size": 8, "max_num_tokens": 32, "max_seq_len": 1000, **limits})
+    windows = windows_for(blocks, block_tokens, window, limits)
     scheduler = Scheduler(
-        BlockPool(blocks, block_tokens, prefix_cache), limits, async_scheduling=async_scheduling, depth=depth
+        BlockPool(blocks, block_tokens, prefix_cache), limits, async_scheduling, depth=depth, windows=windows
     )
-    runner = OracleRunner(blocks, block_tokens, limits, prefix_cache, async_scheduling)
+    runner = OracleRunner(blocks, block_tokens, limits, prefix_cache, async_scheduling, windows)
     return Engine(scheduler, runner, depth=depth, lockstep=lockstep)
 
 
+def windows_for(blocks: int, block_tokens: int, window: int | None, limits: SchedulerLimits) -> WindowBlocks | None:
+    """Return as few window blocks as an engine has for a full batch, or as many as the others if that is fewer."""
+    if window is None:
+        return None
+    sizes = {name: getattr(limits, name) for name in ("max_seq_len", "max_batch_size", "max_num_tokens")}
+    return WindowBlocks(
+        min(blocks, window_blocks(window=window, block_tokens=block_tokens, **sizes)), block_tokens, window
+    )
+
+
 def check_idle(engine: Engine) -> None:
-    pool = engine.scheduler.pool
+    pool, windows = engine.scheduler.pool, engine.scheduler.windows
     pool.check_consistency()
+    if windows is not None:
+        windows.pool.check_consistency()
+        assert windows.pool.num_used == 0
     assert engine.stats == EngineStats(waiting=0, running=0, blocks_used=0, blocks=pool.num_blocks)
     assert sorted(engine.scheduler._free_slots) == list(range(engine.scheduler.limits.max_batch_size))
     assert not engine.runner.unread
@@ -98,7 +116,8 @@ def scenarios(draw):
         "max_batch_size": draw(st.integers(1, 6)),
         "max_num_tokens": draw(st.integers(1, 24)),
         "chunked_prefill": draw(st.booleans()),
-        "prefix_cache": draw(st.booleans()),
+        "window": (window := draw(st.sampled_from([None, 1, 2, 5, 9]))),
+        "prefix_cache": window is None and draw(st.booleans()),
         "async_scheduling": draw(st.booleans()),
         "depth": draw(st.integers(1, 3)),
     }

@@ -149,3 +149,20 @@ def test_block_table_update_is_incremental_and_full_for_a_new_sequence() -> None
     _, inputs = staged(staging, StepBatch([ScheduledChunk(after, 0, 5, True)]))
     assert inputs.block_table_PM.tolist() == [[8, 4]]
     assert inputs.slot_mapping_N.tolist() == [32, 33, 34, 35, 16]
+
+
+def test_windowed_layers_have_a_table_and_a_slot_mapping_of_their_own() -> None:
+    staging = InputStaging(SLOTS, BLOCKS, LENGTH, 32, CPU, num_tables=2)
+    decoding, chunked = sequence(1, [7] * 6, [1, 2]), sequence(4, [8] * 3, [3])
+    decoding.window_block_ids, chunked.window_block_ids = [8, 9], [6]
+    chunks = [ScheduledChunk(decoding, 5, 1, True), ScheduledChunk(chunked, 0, 3, False)]
+    sizes = StepSizes(num_tokens=5, num_decodes=1, num_prefills=1, num_samples=2, num_blocks=2, num_tables=2)
+    buffer, inputs = staged(staging, StepBatch(chunks), sizes)
+    assert inputs.slot_mapping_N.tolist() == [9, 12, 13, 14, -1]
+    assert inputs.block_table_PM.tolist() == [[1, 2], [3, 0]]
+    assert inputs.window_slot_mapping_N is not None
+    assert inputs.window_slot_mapping_N.tolist() == [37, 24, 25, 26, -1]
+    assert inputs.window_metadata is not None
+    assert inputs.window_metadata.block_table_PM.tolist() == [[8, 9], [6, 0]]
+    assert inputs.window_metadata.seq_lens_P is inputs.seq_lens_P
+    assert buffer.sample_slots_S.tolist() == [1, SLOTS]

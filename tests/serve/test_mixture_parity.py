@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from small_served import (
     MAX_SEQ_LEN,
     MIXTURES,
     SINGLE_RANK_INFO,
+    EagerReplays,
     config_of,
     engine_for,
     reference_outputs,
@@ -25,12 +27,14 @@ from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights, save_weights, stored_tensors
 from llmb.ops.quant.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from llmb.serve.admission import AdmissionCheck
 from llmb.serve.engine_builder import build_engine, serving_dtypes
 from llmb.serve.layers.served_linear import UnquantizedLinear, build_linear
 from llmb.serve.layers.served_model import ServingDtypes, build_served_model
 from llmb.serve.layers.served_moe import ServedMoe
 from llmb.serve.rank_groups import RankGroups
 from llmb.serve.request import Request
+from llmb.serve.step_graphs import GraphSize
 from llmb.serve.weights.hf_folder import HfFolderWeights
 
 GPT_OSS = MIXTURES[-1]
@@ -50,7 +54,29 @@ def test_built_engine_equals_transformers(model: Model, tmp_path: Path) -> None:
     if model is not GPT_OSS:  # whose windows are shorter than a prompt
         return
     chunked = engine_for(served_model_for(config), blocks=60, block_tokens=4, max_num_tokens=7, max_batch_size=4)
+    windows = chunked.scheduler.windows
+    assert windows is not None
+    assert windows.pool.num_blocks < 60, "layers with a window have fewer blocks"
     assert serve(chunked, requests_for(pool.prompts)).tokens() == pool.outputs
+
+
+def test_window_blocks_of_preempted_sequences(tmp_path: Path) -> None:
+    """Too few blocks for a batch that is admitted without a prediction, in steps of the sizes of CUDA graphs."""
+    pool = reference_outputs(GPT_OSS, write_weights(GPT_OSS, tmp_path / "weights"))
+    model = served_model_for(config_of(GPT_OSS, tmp_path / "weights"))
+    engine = engine_for(model, blocks=16, block_tokens=4, max_num_tokens=20, max_batch_size=6)
+    EagerReplays.of(engine, GraphSize(6, 6), GraphSize(6, 20, 6))
+    with mock.patch.object(AdmissionCheck, "try_admit", return_value=True):
+        assert serve(engine, requests_for(pool.prompts)).tokens() == pool.outputs
+    assert engine.scheduler.windows is not None
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_prefix_cache_keeps_whole_sequences_in_all_layers(tmp_path: Path) -> None:
+    model = served_model_for(config_of(GPT_OSS, write_weights(GPT_OSS, tmp_path / "weights")))
+    shared = engine_for(model, block_tokens=4, prefix_cache=True)
+    assert shared.scheduler.windows is None
+    assert engine_for(model, block_tokens=4, longest=GPT_OSS.window).scheduler.windows is None, "nothing to free"
 
 
 @pytest.fixture

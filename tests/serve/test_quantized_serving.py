@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from small_models import gpt_oss_model
 from small_served import (
     CPU,
     DEEPSEEK,
@@ -62,12 +63,13 @@ MODELS = [
     ),
     replace(NEMOTRON, **WIDE),
     replace(GROK, **WIDE, experts=replace(EXPERTS, renormalise=False)),
+    gpt_oss_model(name="gpt_oss", **(WIDE | {"ffn": EXPERTS.ffn}), experts=replace(EXPERTS, bias=True)),
 ]
 SCALE = 0.09  # of weights, so that gemms preserve the magnitude
 
 # Number of consecutive gemms, and of reads of cached keys and values.
-PRODUCTS = {"llama": 2 * 4, "deepseek": 3 * 5, "nemotron_h": 6 * 2, "grok1": 2 * 4}
-CACHED = {"llama": 2 * 2, "deepseek": 3 * 2, "nemotron_h": 2, "grok1": 2 * 2}
+PRODUCTS = {"llama": 2 * 4, "deepseek": 3 * 5, "nemotron_h": 6 * 2, "grok1": 2 * 4, "gpt_oss": 2 * 4}
+CACHED = {"llama": 2 * 2, "deepseek": 3 * 2, "nemotron_h": 2, "grok1": 2 * 2, "gpt_oss": 2 * 2}
 FP8 = {"dtype": "fp8", "fp8_recipe": "channelwise"}
 PRECISIONS: list[dict[str, str]] = [
     FP8,

@@ -2,7 +2,7 @@ import pytest
 
 from llmb.errors import ConfigError
 from llmb.serve.admission import AdmissionCheck, SchedulerLimits
-from llmb.serve.block_pool import BlockPool
+from llmb.serve.kv_cache.block_pool import BlockPool
 from llmb.serve.request import Request
 from llmb.serve.scheduler import Scheduler
 from llmb.serve.step_batch import StepBatch

@@ -88,21 +88,48 @@ def _run_here(options: argparse.Namespace) -> int:
 
 
 def _run_on_nodes(options: argparse.Namespace) -> int:
-    """Measure collectives among nodes; they are printed and not stored, as they belong to no one machine."""
+    """Measure collectives among nodes, and store them for each node."""
+    from datetime import datetime
+
     from llmb.cli.run_options import cluster_here
     from llmb.config.serialization import build
     from llmb.launch.probe.collective_ranks import collectives_on_nodes
+    from llmb.perfmodel.hardware import parse_gpu_type
+    from llmb.perfmodel.probe.node_collectives import NodeCollectives
     from llmb.perfmodel.probe.probe_record import Collectives
     from llmb.report.machine.probe_text import describe_collectives
 
     cluster = cluster_here()
-    on_cpu = (options.gpu_type or (cluster.gpu_type if cluster else None)) == "cpu"
+    gpu = parse_gpu_type(options.gpu_type) if options.gpu_type else cluster.gpu_type if cluster else None
+    on_cpu = gpu == "cpu"
     per_node = options.ranks or (cluster.gpus_per_node if cluster else None) or (1 if on_cpu else 8)
     _say("measuring collectives among the nodes; Slurm may take a while")
-    measured = collectives_on_nodes("cpu" if on_cpu else "cuda", per_node, cluster, options.nodelist, os.environ)
+    measured, nodes = collectives_on_nodes("cpu" if on_cpu else "cuda", per_node, cluster, options.nodelist, os.environ)
     collectives = build(Collectives, measured, "what the probe measured")
     print(_json(measured) if options.json else describe_collectives(collectives))
+    if gpu is None:
+        _say("not stored: nothing says which GPU the nodes have; name it with --gpu-type")
+        return 0
+    record = NodeCollectives(
+        gpu=gpu, nodes=nodes, measured_at=f"{datetime.now():%Y-%m-%d %H:%M}", collectives=collectives
+    )
+    folder = _store_for_nodes(record)
+    _say(f"stored in {folder} for {len(nodes)} nodes: reports of {gpu} runs over several nodes show it")
     return 0
+
+
+def _store_for_nodes(record: Any) -> Any:
+    """Write one file per node; return their folder."""
+    from llmb.config.serialization import to_plain, write_atomic
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import make_folder
+    from llmb.perfmodel.probe.node_collectives import node_path
+
+    paths = [node_path(install_root(os.environ), record.gpu, node) for node in record.nodes]
+    make_folder(paths[0].parent)
+    for path in paths:
+        write_atomic(path, _json(to_plain(record), indent=2) + "\n")
+    return paths[0].parent
 
 
 def _machine(gpu: str, name: str, model: str) -> dict[str, Any]:

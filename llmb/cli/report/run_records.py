@@ -17,6 +17,7 @@ from llmb.launch.run_folder import RunFolder
 from llmb.launch.secrets import scrub_thoroughly
 from llmb.perfmodel.explain.explanation import Explanation
 from llmb.perfmodel.offload.stream_timeline import read_timeline
+from llmb.perfmodel.probe.node_collectives import NodeCollectives, stored_node_collectives
 from llmb.perfmodel.probe.probe_record import ProbeRecord, stored_probe
 from llmb.report.page.run_record import RunRecord
 from llmb.report.timeline.profile_page import timeline_sections
@@ -35,6 +36,7 @@ def run_record(run: RunFolder, page: Path) -> RunRecord:
         command=run.command_line.read_text().strip() if run.command_line.exists() else None,
         files=_files(run, page),
         probe=_probe(config, result),
+        node_collectives=_node_collectives(config, result),
         timelines=_timelines(run, config),
     )
 
@@ -65,6 +67,16 @@ def _probe(config: RunConfig, result: Result) -> ProbeRecord | None:
         return None
     try:
         return stored_probe(config.launch_machine.gpu, install_root(os.environ), result.host)
+    except LlmbError:
+        return None
+
+
+def _node_collectives(config: RunConfig, result: Result) -> NodeCollectives | None:
+    """Return what `llmb-run probe --slurm` measured with the host of a run over several nodes; None: nothing."""
+    if isinstance(config, LoadConfig) or config.launch_machine.nodes == 1:
+        return None
+    try:
+        return stored_node_collectives(config.launch_machine.gpu, install_root(os.environ), result.host)
     except LlmbError:
         return None
 

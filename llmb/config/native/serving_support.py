@@ -1,11 +1,12 @@
 """Configurations that the native serving engine supports, checked before anything is built."""
 
-from llmb.config.native.number_formats import check_fp8_recipe
+from llmb.config.native.number_formats import check_fp8_recipe, published_fp8_recipe
 from llmb.config.parallel_layout import check_ranks, check_serving
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
 
 COUNTS = ("isl", "osl", "num_requests", "max_batch_size", "max_num_tokens", "block_tokens")
+FP8_BLOCK = 128  # rows and columns of weights that share a scale
 MLA_BLOCK_MULTIPLE = 16  # tokens: MLA kernels read the KV cache in tiles of at least so many
 
 
@@ -19,6 +20,7 @@ def supported_serving(config: RunConfig) -> Inference:
     if config.precision.dtype == "mxfp4" and config.model.experts is None:
         raise ConfigError(f"dtype=mxfp4 quantizes experts, and {config.model.name} has none; choose bf16 or fp8")
     check_fp8_recipe(config.precision.fp8_recipe, work.kind, config.precision.dtype)
+    _check_block_scales(config)
     for name in COUNTS:
         if getattr(work, name) < 1:
             raise ConfigError(f"workload.{name}={getattr(work, name)}: must be at least 1")
@@ -40,6 +42,18 @@ def supported_serving(config: RunConfig) -> Inference:
     if config.model.mla is not None and config.machine.gpu != "cpu" and work.block_tokens % MLA_BLOCK_MULTIPLE:
         raise ConfigError(f"block_tokens={work.block_tokens}: MLA on a GPU needs a multiple of {MLA_BLOCK_MULTIPLE}")
     return work
+
+
+def _check_block_scales(config: RunConfig) -> None:
+    """Refuse block scales that a user chose for a model with other widths: its layers would stay in bf16."""
+    model = config.model
+    if config.precision.fp8_recipe != "blockwise" or published_fp8_recipe(model) == "blockwise":
+        return
+    if model.hidden % FP8_BLOCK:
+        raise ConfigError(
+            f"fp8_recipe=blockwise scales blocks of {FP8_BLOCK} x {FP8_BLOCK} weights, and the width of {model.name} "
+            f"is {model.hidden}; choose channelwise or tensorwise"
+        )
 
 
 def check_serving_layout(config: RunConfig) -> None:

@@ -26,8 +26,8 @@ def collectives_here(device: str, ranks: int, on_progress: Callable[[str], None]
 
 def collectives_on_nodes(
     device: str, ranks_per_node: int, cluster: Cluster | None, nodelist: str | None, environ: Mapping[str, str]
-) -> dict[str, Any]:
-    """Measure collectives among ranks on several nodes."""
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Measure collectives among ranks on several nodes; return fields of perfmodel's Collectives, and the nodes."""
     chosen = choose_nodes(cluster, nodelist, environ)
     environment = {**environ, **(cluster.environment if cluster else {})}
     environment |= {"PYTHONPATH": python_path(environment.get("PYTHONPATH", "")), "MASTER_ADDR": chosen.names[0]}
@@ -38,4 +38,4 @@ def collectives_on_nodes(
         measured: dict[str, Any] = json.loads(outputs.first)
     except ValueError as error:
         raise LaunchError(f"the probe failed: {(outputs.first or outputs.errors)[:300] or 'no output'}") from error
-    return measured
+    return measured, chosen.names

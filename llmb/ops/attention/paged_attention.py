@@ -84,23 +84,28 @@ def paged_attention(
     the softmaxes of its head, without a value.
 
     `k_NGD` and `v_NGD` of this step are in the cache already. The kernels take them unquantized; the reference, which
-    works sequence by sequence in fp32, reads them from the cache.
+    works sequence by sequence in fp32, reads them from the cache. No block wholly before the windows of a sequence's
+    tokens is read, so that the block table may name any block in its place.
     """
     del k_NGD, v_NGD
     out_NHD = torch.zeros_like(q_NHD)
     group = q_NHD.shape[1] // cache.kv_heads
     for tokens, length, blocks_M in metadata.sequences(cache.block_tokens):
-        k_GTD = cache.keys_BGLD[blocks_M].transpose(0, 1).flatten(1, 2)[:, :length].float() * cache.key_scale
-        v_GTD = cache.values_BGDL[blocks_M].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float() * cache.value_scale
         q_HQD = q_NHD[tokens].transpose(0, 1).float()
+        queries = q_HQD.shape[1]
+        skipped = 0 if window is None else max(0, length - queries - window + 1) // cache.block_tokens
+        blocks_M, first = blocks_M[skipped:], skipped * cache.block_tokens
+        k_GTD = cache.keys_BGLD[blocks_M].transpose(0, 1).flatten(1, 2)[:, : length - first].float() * cache.key_scale
+        v_GTD = cache.values_BGDL[blocks_M].permute(1, 0, 3, 2).flatten(1, 2)[:, : length - first].float()
+        v_GTD = v_GTD * cache.value_scale
         logits_HQT = (q_HQD @ k_GTD.repeat_interleave(group, 0).transpose(1, 2)) * scale
         if softcap is not None:
             logits_HQT = softcap * torch.tanh(logits_HQT / softcap)
-        mask_QT = causal_mask(q_HQD.shape[1], length, q_NHD.device, window)
+        mask_QT = causal_mask(queries, length, q_NHD.device, window)[:, first:]
         logits_HQT = logits_HQT.masked_fill(~mask_QT, float("-inf"))
         if sinks_H is not None:
             sinks_HQ1 = sinks_H.float()[:, None, None].expand(-1, logits_HQT.shape[1], 1)
             logits_HQT = torch.cat((logits_HQT, sinks_HQ1), dim=-1)
-        probs_HQT = logits_HQT.softmax(dim=-1)[..., :length]
+        probs_HQT = logits_HQT.softmax(dim=-1)[..., : length - first]
         out_NHD[tokens] = (probs_HQT @ v_GTD.repeat_interleave(group, 0)).transpose(0, 1).to(out_NHD.dtype)
     return out_NHD

@@ -7,6 +7,10 @@ from llmb.perfmodel.gpu_types.gpu_row import GB, GIB, Fabric, Gpu, peaks
 
 _BLACKWELL = "NVIDIA RTX Blackwell architecture white paper, dense, fp32 accumulation; memory as CUDA reports it"
 _PRO = "NVIDIA RTX PRO 6000 Blackwell data sheet, half of its peaks with sparsity; memory as CUDA reports it"
+_PRO_SERVER = (
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition data sheet; peaks: half of the whole PFLOP/s with sparsity on its "
+    "product page; memory as CUDA reports it"
+)
 
 GRAPHICS = (
     Gpu(key="rtx-pro-6000", title="NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
@@ -18,7 +22,7 @@ GRAPHICS = (
         peak_flops=peaks(500, 1000, 2000, fp32=120), memory_bytes=94.9 * GIB, memory_bandwidth=1597 * GB,
         link_bandwidth=64 * GB, host_bandwidth=64 * GB,
         fabric=Fabric(family="blackwell-graphics", sms=188, watts=600, link_domain=1),
-        source=_PRO, name_words=("rtx", "pro", "6000", "blackwell", "server"), more_words=("edition",)),
+        source=_PRO_SERVER, name_words=("rtx", "pro", "6000", "blackwell", "server"), more_words=("edition",)),
     Gpu(key="rtx-5090", title="NVIDIA GeForce RTX 5090", peak_flops=peaks(209.5, 419, 1676, fp32=104.8),
         memory_bytes=31.3 * GIB, memory_bandwidth=1792 * GB, link_bandwidth=64 * GB, host_bandwidth=64 * GB,
         fabric=Fabric(family="blackwell-graphics", sms=170, watts=575, link_domain=1),
@@ -37,7 +41,7 @@ GRAPHICS = (
         memory_bandwidth=864 * GB, link_bandwidth=32 * GB, host_bandwidth=32 * GB,
         fabric=Fabric(family="ada", sms=142, watts=350, link_domain=1),
         source="NVIDIA L40S data sheet, dense; memory as CUDA reports it", name_words=("l40s",)),
-    Gpu(key="l4", title="NVIDIA L4", peak_flops=peaks(121, 242, fp32=30.3), memory_bytes=22.0 * GIB,
+    Gpu(key="l4", title="NVIDIA L4", peak_flops=peaks(121, 242.5, fp32=30.3), memory_bytes=22.0 * GIB,
         memory_bandwidth=300 * GB, link_bandwidth=32 * GB, host_bandwidth=32 * GB,
         fabric=Fabric(family="ada", sms=58, watts=72, link_domain=1),
         source="NVIDIA L4 data sheet, half of its peaks with sparsity; memory as CUDA reports it", name_words=("l4",)),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from llmb.perfmodel.probe.node_collectives import NodeCollectives
 from llmb.perfmodel.probe.probe_record import ProbeRecord
 from llmb.report.machine.probe_text import size_text, spread_rows
 from llmb.report.page.html_blocks import section, table
@@ -14,12 +15,29 @@ HEADER = ("measured", "median", "p5 to p95", "unit", "n")
 
 def ceilings(record: RunRecord) -> str:
     """Return the section; empty where the machine was not measured."""
-    probe = record.probe
-    if probe is None:
+    probe, among_nodes = record.probe, record.node_collectives
+    if probe is None and among_nodes is None:
         return ""
-    rows = list(spread_rows(probe.details)) if probe.details is not None else list(_plain_rows(probe))
-    note = f"By llmb-run probe, {probe.rates.source}. {_reached(record, probe)}".strip()
+    rows: list[tuple[str, ...]] = []
+    notes = []
+    if probe is not None:
+        rows += spread_rows(probe.details) if probe.details is not None else _plain_rows(probe)
+        notes += [f"By llmb-run probe, {probe.rates.source}.", _reached(record, probe)]
+    if among_nodes is not None:
+        rows += _node_rows(among_nodes)
+        notes += [f"Collectives on {', '.join(among_nodes.nodes)}: {among_nodes.measured_at}."]
+    note = " ".join(filter(None, notes))
     return section("ceilings", "Ceilings measured by probe", table("ceilings-table", HEADER, rows), note)
+
+
+def _node_rows(among_nodes: NodeCollectives) -> Iterator[tuple[str, ...]]:
+    """Yield the bus bandwidth of each collective at its largest size; the slowest calls have the lowest."""
+    measured = among_nodes.collectives
+    for rate in among_nodes.largest:
+        low, high = (rate.busbw_gbs * rate.seconds.median / seconds for seconds in (rate.seconds.p95, rate.seconds.p5))
+        ranks = f"{measured.ranks} ranks on {measured.nodes} nodes, {measured.backend}"
+        title = f"{rate.operation.replace('_', '-')} of {size_text(rate.bytes)}, {ranks}"
+        yield title, number(rate.busbw_gbs), f"{number(low)} to {number(high)}", "GB/s bus", str(rate.seconds.n)
 
 
 def _plain_rows(probe: ProbeRecord) -> Iterator[tuple[str, ...]]:

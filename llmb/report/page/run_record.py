@@ -7,6 +7,7 @@ from typing import TypeVar
 from llmb.config.spec import RunConfig
 from llmb.events import Event
 from llmb.perfmodel.explain.explanation import Explanation
+from llmb.perfmodel.probe.node_collectives import NodeCollectives
 from llmb.perfmodel.probe.probe_record import ProbeRecord
 from llmb.results.result import Result
 
@@ -25,6 +26,7 @@ class RunRecord:
     command: str | None = None  # as it was typed, secrets masked
     files: Sequence[tuple[str, str]] = ()  # what it is, path relative to the page
     probe: ProbeRecord | None = None  # measured on the machine of the run, or on another with the same GPU
+    node_collectives: NodeCollectives | None = None  # measured among its host and other nodes
     timelines: str = ""  # HTML: pictures of an out-of-core profile
 
     def of_type(self, kind: type[T]) -> list[T]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import ServingFacts
 from llmb.serve.engine import Engine
+from llmb.serve.engine_builder import block_bytes
 from llmb.serve.model_runner import TorchModelRunner
 
 
@@ -17,14 +18,17 @@ def engine_facts(engine: Engine, config: RunConfig, rank: int) -> ServingFacts:
     assert isinstance(runner, TorchModelRunner)
     assert isinstance(work, Inference)
     blocks, mixers = engine.stats.blocks, list(runner.model.mixers())
-    bytes_per_block = work.block_tokens * sum(mixer.bytes_per_token for mixer in mixers)
+    windows = engine.scheduler.windows
+    window_blocks = blocks if windows is None else windows.pool.num_blocks
+    full_bytes, window_bytes = block_bytes(runner.model, work)
     state_bytes = (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in mixers)
-    cache_bytes = blocks * bytes_per_block + state_bytes
+    cache_bytes = blocks * full_bytes + window_blocks * window_bytes + state_bytes
     objects = list(reachable_objects(runner.model))
     dequantised = any(getattr(item, "dequantised", False) for item in objects)
     return ServingFacts(
         rank=rank,
         kv_blocks=blocks,
+        window_kv_blocks=None if windows is None else window_blocks,
         block_tokens=work.block_tokens,
         cache_bytes=cache_bytes,
         weight_bytes=tensor_bytes(objects) - cache_bytes,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmb.config.spec import Model
 from llmb.models.blocks import attention_window
+from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.decode_attention import decode_attention
 from llmb.ops.attention.paged_attention import KvCache, paged_attention, rope_and_cache
 from llmb.ops.gemm.skinny_gemm import InputNorm, skinny_gemm
@@ -75,11 +76,18 @@ class PagedAttention:
     def __call__(self, x: Activation, inputs: StepInputs) -> Tensor:
         assert self.cache is not None
         qkv_NW = self._biased_and_normed(self.qkv(x))
-        q_and_kv = rope_and_cache(qkv_NW, *self._rope(inputs), self.cache, inputs.slot_mapping_N)
+        metadata, slot_mapping_N = self._tables(inputs)
+        q_and_kv = rope_and_cache(qkv_NW, *self._rope(inputs), self.cache, slot_mapping_N)
         scale, softcap = self.model.softmax_scale, self.model.attn_logit_softcap
-        attn_NHD = paged_attention(*q_and_kv, self.cache, inputs, scale, softcap, self.window, self.sinks_H)
+        attn_NHD = paged_attention(*q_and_kv, self.cache, metadata, scale, softcap, self.window, self.sinks_H)
         out_NC = self.group.all_reduce(self.o(quantize_activation(attn_NHD.flatten(1), self.o.input_format)))
         return out_NC if self.o_bias_C is None else out_NC + self.o_bias_C
+
+    def _tables(self, inputs: StepInputs) -> tuple[AttentionMetadata, Tensor]:
+        """Return the metadata and the slot mapping of this layer's blocks."""
+        if self.window is None or inputs.window_metadata is None or inputs.window_slot_mapping_N is None:
+            return inputs, inputs.slot_mapping_N
+        return inputs.window_metadata, inputs.window_slot_mapping_N
 
     def _rope(self, inputs: StepInputs) -> tuple[Tensor | None, Tensor | None]:
         """Return cosine and sine of this layer."""
@@ -113,8 +121,9 @@ class PagedAttention:
         assert self.o.skinny_weight is not None
         qkv_NW = skinny_gemm(residual_NC, self.qkv.skinny_weight, residual_NC.dtype, norm=norm)
         scale, softcap = self.model.softmax_scale, self.model.attn_logit_softcap
+        metadata, slot_mapping_N = self._tables(inputs)
         attn_NHD = decode_attention(
-            self._biased_and_normed(qkv_NW), *self._rope(inputs), self.cache, inputs.slot_mapping_N, inputs, scale,
+            self._biased_and_normed(qkv_NW), *self._rope(inputs), self.cache, slot_mapping_N, metadata, scale,
             softcap, self.window, self.sinks_H,
         )  # fmt: skip
         out_NC = add_skinny_gemm(residual_NC, attn_NHD.flatten(1), self.o.skinny_weight, self.group)

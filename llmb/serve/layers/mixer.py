@@ -20,6 +20,11 @@ class Mixer(Protocol):
     captures_prefill: bool  # CUDA graphs can capture its prefill chunks: it takes no chunk's size from the host
 
     @property
+    def window(self) -> int | None:
+        """Sliding window of its attention, in tokens."""
+        ...
+
+    @property
     def input_format(self) -> QuantFormat:
         """Quantization format of its input."""
         ...

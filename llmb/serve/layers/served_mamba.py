@@ -34,6 +34,7 @@ class ServedMamba:
     """Mamba sublayer and the states of its sequences."""
 
     captures_prefill = False
+    window = None
     bytes_per_token = 0
 
     def __init__(

@@ -41,6 +41,7 @@ class PagedMla:
     """MLA sublayer and its KV cache, which is replicated on every rank: only heads are sharded."""
 
     captures_prefill = False
+    window = None
     bytes_per_slot = 0
 
     def __init__(

@@ -16,6 +16,7 @@ class _Mlp:
     """A mixer without cache or state."""
 
     captures_prefill = True
+    window = None
     bytes_per_token = bytes_per_slot = 0
 
     def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:

@@ -63,6 +63,7 @@ class ServedMoe:
 
     input_format: QuantFormat = "plain"  # the router's; the input of the experts is quantized here
     captures_prefill = True
+    window = None
     bytes_per_token = bytes_per_slot = 0
 
     def __init__(

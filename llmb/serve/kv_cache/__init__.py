@@ -1,0 +1,1 @@
+"""Blocks of the paged KV cache and the sequences that hold them."""
