@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 from accuracy import table
+from native_serving import native_cells, with_native
 from ratio_picture import ratio_svg
 from serving_fit import METRICS, Predicted, Rows, Sample, fitted, sample
-from serving_peers import native_table, offline_table, with_native
+from serving_peers import offline_table
 
 from llmb.perfmodel.serving_time.row_rules import left_out_rows
 from llmb.perfmodel.serving_time.serving_constants import (
@@ -155,7 +156,7 @@ def report(rows: Sequence[ServingRow], c: Constants) -> str:
         offline_table(DATA / "published_inference.csv"),
         "## The native engine on one H200",
         NATIVE,
-        native_table(),
+        table(("row", "measured", "", "predicted", "error %", "TTFT ms", "predicted"), native_cells()),
         "## Largest errors of E2E",
         table(("line", "model", "GPUs", "dtype", "engine", "lengths", "clients", "measured s", "error %"),
               worst(samples, errors)),
@@ -251,8 +252,11 @@ The predictor takes 3,000 clients, the largest batch that fits, and the newest T
 mixtures that say TP8 (release 1.0) have the throughput of attention data parallelism, which their table does not
 name; of Llama 4 no serving row was fitted."""
 
-NATIVE = """Measured in `bench/RESULTS.md`. Its kernel and host times are fitted to these rows alone, all rates are
-those of the published rows."""
+NATIVE = """Whole runs with all requests at once, one request alone, and a sweep over HTTP of two requests per client
+(`bench/native_rows.yaml`; aim: 5 %). Its scheduler is followed step by step (`scheduled_run.py`); the constants named
+`..._native` are fitted to these rows alone, GEMM rates and kernel times are those of the published rows. With 8 and
+with 64 clients a few prompts of the sweep waited several times as long as the others, which the prediction does not
+explain."""
 
 MISSES = """Likely causes:
 

@@ -11,7 +11,7 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.explain.energy_cost import EnergyCost
 from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
 from llmb.perfmodel.serving_time.serving_rows import served_shape
-from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
 from llmb.perfmodel.step_time.setup_fields import changed_device
 
@@ -77,8 +77,12 @@ def _recipe_setups(options: argparse.Namespace) -> list[ServingSetup]:
 
     setup = serving_setup_of(resolve_row(options)[0], options.engine or "native")
     lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
-    clients = parse_concurrencies(options.concurrency) if options.concurrency else [setup.concurrency]
-    return [replace(setup, concurrency=count, **lengths) for count in clients]
+    setup = replace(setup, **lengths)
+    if not options.concurrency:
+        return [setup]
+    requests = setup.concurrency * setup.waves  # of the row, which other numbers of clients send too
+    clients = parse_concurrencies(options.concurrency)
+    return [replace(setup, concurrency=n, waves=max(1, min(WAVES, requests // n))) for n in clients]
 
 
 def _predict_rows(options: argparse.Namespace) -> int:

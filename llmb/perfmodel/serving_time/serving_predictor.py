@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.serving_time.cache_slots import memory_bytes_of
 from llmb.perfmodel.serving_time.closed_loop import Load, LoopTimes, load_of, loop_times
+from llmb.perfmodel.serving_time.native_step import NativeStep
+from llmb.perfmodel.serving_time.scheduled_run import run_times
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_interval
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import serving_rates
@@ -41,10 +43,14 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
     on = on or device(setup.gpu)
     work = serving_work(setup)
     load = load_of(setup, work)
-    times = loop_times(work, load, serving_rates(setup, on, c), c["queue"])
+    rates = serving_rates(setup, on, c)
+    if setup.engine == "native":
+        times = run_times(NativeStep.of(setup, work, rates, on, c), int(load.slots), c)
+    else:
+        times = loop_times(work, load, rates, c["queue"])
     ttft, tpot = float(times.ttft), float(times.tpot)
     e2e = ttft + (setup.osl - 1) * tpot
-    rate = float(load.slots) * setup.osl / (e2e - float(times.queue))
+    rate = _output_rate(setup, load, times, e2e)
     values = {
         "ttft_ms": ttft * MS, "tpot_ms": tpot * MS, "e2e_ms": e2e * MS, "output_tokens_per_s": rate,
         "output_tokens_per_s_per_gpu": rate / setup.gpus,
@@ -56,6 +62,13 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
         interval_80={name: _interval(setup, name, value) for name, value in values.items()},
         terms=_terms(load, times),
     )
+
+
+def _output_rate(setup: ServingSetup, load: Load, times: LoopTimes, e2e: float) -> float:
+    """Return output tokens/s of a whole run; where only the steady state is known, of requests that always run."""
+    if times.seconds is not None:
+        return setup.waves * setup.concurrency * setup.osl / times.seconds
+    return float(load.slots) * setup.osl / (e2e - float(times.queue))
 
 
 def _terms(load: Load, times: LoopTimes) -> dict[str, dict[str, float]]:
