@@ -97,7 +97,7 @@ def test_more_work_takes_longer(setup):
 def test_tensor_parallelism_and_faster_memory_shorten_a_large_model():
     times = [predict_serving(replace(LLAMA_70B, tp=tp)).tpot_ms for tp in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
-    faster = predict_serving(LLAMA_70B, changed_device("h200", "gpu.hbm_bw=2x"))
+    faster = predict_serving(LLAMA_70B, changed_device(device("h200"), "gpu.hbm_bw=2x"))
     assert faster.tpot_ms < predict_serving(LLAMA_70B).tpot_ms
     across_nodes = predict_serving(replace(LLAMA_70B, gpu="h100", tp=16)).ttft_ms
     assert across_nodes > predict_serving(replace(LLAMA_70B, gpu="h100", tp=8)).ttft_ms

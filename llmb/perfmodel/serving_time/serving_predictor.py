@@ -18,6 +18,7 @@ from llmb.perfmodel.serving_time.serving_step import serving_rates
 from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.fitted_constants import Constants
+from llmb.perfmodel.step_time.measured_device import measured_device
 
 MS = 1e3
 
@@ -40,7 +41,7 @@ class ServingPrediction:
 def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants | None = None) -> ServingPrediction:
     """Predict a serving benchmark, on a GPU of the table or one with what-if changes."""
     c = c or calibrated_serving()
-    on = on or device(setup.gpu)
+    on = on or serving_device(setup)
     work = serving_work(setup)
     load = load_of(setup, work)
     rates = serving_rates(setup, on, c)
@@ -62,6 +63,11 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
         interval_80={name: _interval(setup, name, value) for name, value in values.items()},
         terms=_terms(load, times),
     )
+
+
+def serving_device(setup: ServingSetup) -> Device:
+    """Return the GPU of a setup: as `probe` measured it, or else of the table."""
+    return device(setup.gpu) if setup.rates is None else measured_device(setup.rates)
 
 
 def _output_rate(setup: ServingSetup, load: Load, times: LoopTimes, e2e: float) -> float:

@@ -10,6 +10,7 @@ ttft_ms and tpot_ms may be empty.
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmb.errors import ConfigError, LlmbError
 from llmb.perfmodel.model_catalog import ModelShape, find_model
@@ -113,7 +114,7 @@ def _is_recipe(cells: dict[str, str]) -> bool:
     return bool(cells.get("attention_dp")) and all(_optional(cells, name) in RECIPE_LENGTHS for name in ("isl", "osl"))
 
 
-def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, int]:
+def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, Any]:
     """Return engine settings that no column tells: given ones, or those of the published recipes.
 
     TensorRT-LLM's token budget with MLA holds one prompt and the decodes, and one release speculates; with attention_dp

@@ -1,7 +1,7 @@
 """A GPU described by what `llmb-run probe` measured on it, with or without fitted efficiencies.
 
     measured_device(rates)                  of one file
-    stored_device("tesla-t4", install)      of this machine, or of the last one with this GPU; none: not measured
+    device_of("h200", None)                 of the table
 
 Predictors multiply peaks with fractions of them: of a fitted GPU they are scaled by its measured rates over the known
 ones, of any other chosen so that the fractions of an H200 give the measured rates. They are then not those of a data
@@ -9,11 +9,9 @@ sheet, and no MFU may be computed from them.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
-from llmb.errors import ConfigError
-from llmb.perfmodel.hardware import GPUS, gpu
-from llmb.perfmodel.offload.machine_rates import H200, Rates, known_rates, measured_rates
+from llmb.perfmodel.hardware import GPUS, gpu, with_article
+from llmb.perfmodel.offload.machine_rates import H200, Rates, known_rates
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 
 
@@ -53,22 +51,15 @@ def _scaled(on: Device, rates: Rates) -> Device:
     return replace(on, gpu=replace(on.gpu, peak_flops=peaks, memory_bandwidth=bandwidth, source=rates.source))
 
 
-def stored_device(key: str, install: Path) -> Device | None:
-    """Return the GPU as `probe` measured it here; None: it did not."""
-    rates = measured_rates(key, install)
-    return None if rates is None else measured_device(rates)
+def device_of(gpu_type: str, rates: Rates | None) -> Device:
+    """Return a GPU of the table; one without fitted efficiencies as it was measured."""
+    return measured_device(rates) if rates is not None and gpu_type not in FABRICS else device(gpu_type)
 
 
-def unfitted_device(key: str, install: Path, gpus: int, dtype: str) -> Device:
-    """Return a GPU without fitted efficiencies, which only a probe describes; an error says what is missing.
-
-    On several of them the links would have to be known, and of a dtype its GEMMs.
-    """
-    on = stored_device(key, install)
-    if on is None:
-        return device(key)  # which names the fitted ones, and the probe
-    if gpus > 1:
-        raise ConfigError(f"rates measured on {key} predict runs on one GPU, as nothing is known of its links")
-    if dtype not in on.gpu.peak_flops and dtype != "nvfp4":
-        raise ConfigError(f"the rate of {dtype} GEMMs was not measured on {key}; use bf16")
-    return on
+def ceilings_source(gpu_type: str, rates: Rates | None) -> str:
+    """Return where the rates of a prediction come from."""
+    if rates is None:
+        return f"fractions of peaks fitted to published rows; peaks: {gpu(gpu_type).source}"
+    if gpu_type in FABRICS:
+        return f"fitted to published rows, scaled to this chip: {rates.source}"
+    return f"`llmb-run probe`, {rates.source}; no published row of {with_article(gpu_type)} was fitted"
