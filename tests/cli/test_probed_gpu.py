@@ -101,3 +101,10 @@ def test_a_probe_of_a_fitted_gpu_scales_only_the_native_engine_served(llmb_run, 
     assert vllm["tpot_ms"] == before[0]
     assert native["tpot_ms"] > 1.3 * before[1]
     assert native["ceilings"] == "fitted to published rows, scaled to this chip: measured on n1"
+
+
+def test_figures_of_a_probed_gpu_are_explained_and_never_refuted_by_another_chip(llmb_run, probed):
+    figures = ("--tokens-per-s", "900000", "--isl", "512", "--osl", "512", "--model", "llama3.1-8b")
+    data = run_json(llmb_run, "explain", *figures, "--gpu-type", "x100")
+    assert data["verdict"] == "unknown"
+    assert data["expected"][0]["ratio"] > 2

@@ -95,7 +95,7 @@ def log_half_width(setup: StepSetup) -> float:
     return float(data["half_width"][interval_class(setup)]) * unseen
 
 
-def _with_layers(setup: StepSetup) -> Model:
+def run_model(setup: StepSetup) -> Model:
     """Return the model with the layers of the run, MTP's included; dense layers of a mixture shrink with them."""
     model, added = setup.shape.model, setup.shape.mtp_layers
     layers = setup.layer_count + added
@@ -125,7 +125,7 @@ def run_config(setup: StepSetup) -> RunConfig:
         size="",
         engine="native" if setup.engine == NATIVE else "megatron_bridge",
         machine=Machine(gpu=setup.gpu, gpus=setup.gpus, gpus_per_node=gpu(setup.gpu).gpus_per_node),
-        model=_with_layers(setup),
+        model=run_model(setup),
         parallel=Parallel(
             dp=setup.dp, fsdp=split.fsdp, tp=split.tp, pp=split.pp, cp=split.cp, ep=split.ep, etp=split.etp, vp=split.vp
         ),
