@@ -60,7 +60,7 @@ def _row(section: str, figure: Mapping[str, Any]) -> NativeRow:
     setup = _setup(
         "fp8", isl=SWEEP_LENGTH, osl=SWEEP_LENGTH, concurrency=clients, waves=SWEEP_WAVES, max_batch_size=SWEEP_BATCH
     )
-    title = f"fp8 {SWEEP_LENGTH}/{SWEEP_LENGTH} over HTTP, {clients} clients: TPOT"
+    title = f"fp8 {SWEEP_LENGTH}/{SWEEP_LENGTH} over HTTP, {clients} client{'s' if clients > 1 else ''}: TPOT"
     return NativeRow(title, pool, setup, figure["tpot_ms"] / 1e3, figure["ttft_ms"] / 1e3)
 
 

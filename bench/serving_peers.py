@@ -3,14 +3,14 @@
 import csv
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from accuracy import table
 
 from llmb.errors import LlmbError
-from llmb.perfmodel.serving_time.serving_predictor import predict_serving
+from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
 from llmb.perfmodel.serving_time.serving_rows import find_served_model
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
@@ -22,21 +22,42 @@ DTYPES = {"fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
 def offline_table(path: Path) -> str:
     """Return the errors of TensorRT-LLM's maximum throughput by model, GPU and dtype."""
     errors: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for setup, prediction, measured in _offline_rows(path):
+        key = (setup.shape.model.name, setup.gpu, setup.dtype)
+        errors[key].append(np.log(prediction.output_tokens_per_s / measured))
+    rows = [(*key, *_summary(values)) for key, values in sorted(errors.items())]
+    everything = [error for values in errors.values() for error in values]
+    header = ("model", "GPU", "dtype", "rows", "median %", "p90 %", "bias %")
+    return table(header, [*rows, ("all", "", "", *_summary(everything))])
+
+
+def unseen_rows(data: Path, gpu: str) -> list[tuple[object, ...]]:
+    """Return the errors of a GPU's maximum throughput by model and dtype, and how often the interval holds them."""
+    groups: dict[tuple[str, ...], list[tuple[float, bool]]] = defaultdict(list)
+    for setup, prediction, measured in _offline_rows(data / "published_inference.csv"):
+        if setup.gpu == gpu:
+            low, high = prediction.interval_80["output_tokens_per_s"]
+            error = 100 * abs(prediction.output_tokens_per_s / measured - 1)
+            for key in ((setup.shape.model.name, setup.dtype), ("all", "")):
+                groups[key].append((error, low <= measured <= high))
+    return [
+        (*key, len(rows), f"{np.median([error for error, _ in rows]):.1f}",
+         f"{100 * np.mean([inside for _, inside in rows]):.0f}")
+        for key, rows in sorted(groups.items(), key=lambda group: (group[0][0] == "all", group[0]))
+    ]  # fmt: skip
+
+
+def _offline_rows(path: Path) -> Iterator[tuple[ServingSetup, ServingPrediction, float]]:
+    """Yield TensorRT-LLM's rows that can be predicted, with measured output tokens/s."""
     with path.open(newline="") as file:
         for cells in csv.DictReader(file):
             setup = _offline_setup(cells)
             if setup is None:
                 continue
             try:
-                predicted = predict_serving(setup).output_tokens_per_s
+                yield setup, predict_serving(setup), float(cells["output_tok_s"])
             except LlmbError:
                 continue
-            key = (setup.shape.model.name, setup.gpu, setup.dtype)
-            errors[key].append(np.log(predicted / float(cells["output_tok_s"])))
-    rows = [(*key, *_summary(values)) for key, values in sorted(errors.items())]
-    everything = [error for values in errors.values() for error in values]
-    header = ("model", "GPU", "dtype", "rows", "median %", "p90 %", "bias %")
-    return table(header, [*rows, ("all", "", "", *_summary(everything))])
 
 
 def _summary(errors: Sequence[float]) -> tuple[object, ...]:

@@ -50,6 +50,16 @@ def test_widths_and_coverage_of_known_errors(samples):
     assert all(50 <= float(cell) <= 95 for cell in covered)
 
 
+def test_a_gpu_without_rows_has_the_width_of_the_worst_left_out_one_and_more(samples):
+    errors = [0.4 if sample.setup.gpu == "h100" else 0.1 for sample in samples]
+    widths = serving_accuracy.unseen_half_widths(samples, serving_fit.Predicted(*(np.array(errors) for _ in range(3))))
+    assert widths["dense"]["tpot"] == pytest.approx(0.4 * serving_accuracy.FEW_GROUPS)
+    assert widths["experts"]["e2e"] > 0.1
+    text = serving_accuracy._with_widths("  half_width: {}\n  unseen_half_width: {}\n", "half_width", widths)
+    assert text.endswith("  unseen_half_width: {}\n")
+    assert "tpot: 0.588" in text
+
+
 def test_the_table_has_a_line_for_each_group(samples):
     errors = serving_fit.Rows(samples).log_errors(calibrated_serving())
     text = serving_accuracy.by_group(samples, errors, lambda s: s.setup.gpu, "GPU")

@@ -10,6 +10,7 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.explain.explanation import Explanation, explain_serving, explain_training
 from llmb.perfmodel.explain.published_matches import serving_matches, training_matches
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures
+from llmb.perfmodel.serving_time.serving_constants import parse_engine
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings
 from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
@@ -45,7 +46,7 @@ def _serving(options: argparse.Namespace) -> Explanation:
             raise ConfigError(f"{_flag(name)} is for training; leave out --isl and --osl")
     shape = served_shape(options.model)
     dtype = (options.dtype or shape.checkpoint or "bf16").lower()
-    engine = options.engine or "vllm"
+    engine = parse_engine(options.engine or "vllm")
     setup = build_serving_setup(
         shape, options.gpu_type, dtype, engine, (options.isl, options.osl), options.concurrency or MOST_CLIENTS,
         parse_serving_settings(options.set), stored_rates(options.gpu_type, engine == "native", dtype),

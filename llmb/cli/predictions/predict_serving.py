@@ -10,7 +10,13 @@ from llmb.cli.explain.cost_options import energy_of
 from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.energy_cost import EnergyCost
-from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving, serving_device
+from llmb.perfmodel.serving_time.serving_constants import parse_engine
+from llmb.perfmodel.serving_time.serving_predictor import (
+    ServingPrediction,
+    predict_serving,
+    serving_device,
+    unproven_note,
+)
 from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
@@ -69,7 +75,7 @@ def _model_setups(options: argparse.Namespace) -> list[ServingSetup]:
     if options.scale is not None:
         raise ConfigError("--scale is for training; the layout gives the GPUs of an engine: --set tp=2")
     gpu, values = gpu_name(options.gpu_type), parse_serving_settings(options.set)
-    shape, engine = served_shape(options.model), options.engine or "vllm"
+    shape, engine = served_shape(options.model), parse_engine(options.engine or "vllm")
     dtype = (options.dtype or shape.checkpoint or "bf16").lower()
     rates = stored_rates(gpu, engine == "native", dtype)
     return [
@@ -83,7 +89,7 @@ def _recipe_setups(options: argparse.Namespace) -> list[ServingSetup]:
     from llmb.cli.recipe_row import resolve_row
     from llmb.perfmodel.serving_time.serving_fields import parse_concurrencies, serving_setup_of
 
-    config, engine = resolve_row(options)[0], options.engine or "native"
+    config, engine = resolve_row(options)[0], parse_engine(options.engine or "native")
     rates = stored_rates(config.machine.gpu, engine == "native", config.precision.dtype)
     setup = serving_setup_of(config, engine, rates)
     lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
@@ -136,5 +142,6 @@ def serving_data(setup: ServingSetup, prediction: ServingPrediction) -> dict[str
     return {
         "model": setup.shape.model.name, "engine": setup.engine, "gpu": setup.gpu, "gpus": setup.gpus,
         "dtype": setup.dtype, "kv_dtype": setup.kv_dtype, "isl": setup.isl, "osl": setup.osl,
-        "concurrency": setup.concurrency, "ceilings": ceilings_source(setup.gpu, setup.rates), **asdict(prediction),
+        "concurrency": setup.concurrency, "ceilings": ceilings_source(setup.gpu, setup.rates),
+        "unproven": unproven_note(setup), **asdict(prediction),
     }  # fmt: skip

@@ -7,7 +7,7 @@ predict_serving(setup).interval_80["tpot_ms"]      -> (shortest, longest)
 import math
 from dataclasses import dataclass
 
-from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.hardware import GIB, with_article
 from llmb.perfmodel.serving_time.cache_slots import memory_bytes_of
 from llmb.perfmodel.serving_time.closed_loop import Load, LoopTimes, load_of, loop_times
 from llmb.perfmodel.serving_time.native_step import NativeStep
@@ -21,6 +21,7 @@ from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.measured_device import measured_device
 
 MS = 1e3
+NATIVE_GPUS = ("h200",)  # on which bench/RESULTS.md measured the native engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +97,21 @@ def serving_class(setup: ServingSetup) -> str:
 
 def log_half_width(setup: ServingSetup, metric: str) -> float:
     """Return half the width of the 80 % interval in log space; wider for a GPU without published rows."""
-    data = serving_interval()
-    unseen = 1.0 if setup.gpu in data["gpus"] else float(data["unseen_gpu"])
+    widths = serving_interval()["half_width" if unproven_note(setup) is None else "unseen_half_width"]
     kind = {"ttft_ms": "ttft", "tpot_ms": "tpot"}.get(metric, "e2e")
-    return float(data["half_width"][serving_class(setup)][kind]) * unseen
+    return float(widths[serving_class(setup)][kind])
+
+
+def unproven_note(setup: ServingSetup) -> str | None:
+    """Return why a prediction is unproven on its GPU; None: measurements of the engine on it were compared."""
+    gpus = NATIVE_GPUS if setup.engine == "native" else serving_interval()["gpus"]
+    if setup.gpu in gpus:
+        return None
+    engine = "this engine" if setup.engine == "native" else "any engine"
+    return (
+        f"unproven: no measured TTFT or TPOT of {engine} on {with_article(setup.gpu)} was compared, only on "
+        f"{', '.join(gpus)}; the interval is that of GPUs left out of the fit, widened"
+    )
 
 
 def _interval(setup: ServingSetup, name: str, value: float) -> tuple[float, float]:

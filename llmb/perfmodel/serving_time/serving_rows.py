@@ -14,7 +14,7 @@ from typing import Any
 
 from llmb.errors import ConfigError, LlmbError
 from llmb.perfmodel.model_catalog import ModelShape, find_model
-from llmb.perfmodel.serving_time.serving_constants import ENGINES
+from llmb.perfmodel.serving_time.serving_constants import ENGINES, parse_engine
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
 from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
@@ -79,12 +79,13 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
     for name in ("model", "backend", "system", "isl", "osl", "concurrency"):
         if not cells.get(name):
             raise ConfigError(f"no {name}")
-    if cells["backend"] not in ENGINES:
+    engine = parse_engine(cells["backend"])
+    if engine not in ENGINES:
         raise ConfigError(f"engine {cells['backend']} is not modelled")
     shape, gpu = find_served_model(cells["model"]), cells["system"].removesuffix("_sxm")
     if cells.get("precision", "") not in DTYPES:
         raise ConfigError(f"precision {cells['precision']} is not modelled")
-    engine, dtype = cells["backend"], DTYPES[cells.get("precision", "")]
+    dtype = DTYPES[cells.get("precision", "")]
     if shape.checkpoint == "nvfp4" and dtype == "fp8":  # named after its activations or its KV cache
         dtype = "nvfp4"
     tp, attention_dp, ep, moe_tp = _layout(cells, shape)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from llmb.perfmodel.hardware import GIB, gpu
-from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction
+from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, unproven_note
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.report.table import render
@@ -45,11 +45,17 @@ def describe_serving(setup: ServingSetup, p: ServingPrediction, base: ServingPre
         ),
         f"batch {p.batch:.0f} of {setup.concurrency} clients, {p.memory_gib:.0f} of {_capacity(setup)} GiB a GPU",
         f"ceilings: {ceilings_source(setup.gpu, setup.rates)}",
+        *_unproven(setup),
     ]
     if base is not None:
         change = 100 * (p.e2e_ms / base.e2e_ms - 1)
         lines.append(f"without the what-if changes: E2E {base.e2e_ms:,.1f} ms ({change:+.1f} % with them)")
     return "\n".join(lines)
+
+
+def _unproven(setup: ServingSetup) -> list[str]:
+    note = unproven_note(setup)
+    return [] if note is None else [note]
 
 
 def _range(p: ServingPrediction, name: str) -> tuple[str, str]:
@@ -88,5 +94,6 @@ def describe_serving_curve(points: Sequence[tuple[ServingSetup, ServingPredictio
         _title(points[0][0]).rpartition(", concurrency")[0]
         + f", engine {points[0][0].generation}\n\n"
         + render(header, rows)
-        + f"\n\nceilings: {ceilings_source(points[0][0].gpu, points[0][0].rates)}"
+        + "\n\n"
+        + "\n".join([f"ceilings: {ceilings_source(points[0][0].gpu, points[0][0].rates)}", *_unproven(points[0][0])])
     )
