@@ -10,12 +10,14 @@ advances from one cohort, arrival or prefill to the next. The ramp-up and the dr
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llmb.perfmodel.serving_time.closed_loop import LoopTimes
 from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.step_time.fitted_constants import Constants
 
-MOST_WAVES = 6  # of requests per slot that are followed one by one; more repeat them
+MOST_WAVES = 3  # of requests per client that are followed one by one; more repeat them
+MOST_QUEUED = 6  # the same per slot, where clients wait for one
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,7 @@ class _Cohort:
     first_token_s: float
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     sent_s: float
     arrival_s: float
 
@@ -52,6 +53,7 @@ class _Run:
         self.stages, self.emitted = setup.pp, setup.emitted
         self.length = max(1, round((self.osl - 1) / self.emitted))  # decode steps of a request
         self.budget, self.window = setup.max_num_tokens, setup.shape.window or 0
+        self.isl_pairs = (self.isl**2 / 2, _windowed(self.isl, self.window))
         self.latency, self.spacing = c["first_token_native"], c["arrival_native"]
         self.now, self.step = 0.0, 0
         self.waiting: deque[_Request] = deque()
@@ -59,7 +61,11 @@ class _Run:
         self.decodes, self.cached = 0, 0.0  # requests that decode, and their cached tokens
         self.partial: tuple[_Request, int] | None = None  # a prompt of which some chunks are computed
         self.ttft = self.tpot = self.queue = 0.0  # sums over requests
+        self.first_ttft = 0.0  # of ttft: of requests that are sent at the start, all together
         self.decode_tokens = 0.0  # of all steps
+        self.lines: dict[
+            tuple[float, ...], tuple[float, float]
+        ] = {}  # seconds of steps: after a prompt, per token more
         self._send(min(clients, requests))
 
     def _send(self, count: int) -> None:
@@ -85,24 +91,28 @@ class _Run:
             request, start = self.partial
             self.partial = None
             left -= self._chunk(chunks, request, start, left)
-        while left > 0 and self.partial is None and self._can_admit(chunks):
+        slots = self.slots - self.decodes - len(chunks.complete)
+        while (
+            left > 0 and slots > 0 and self.partial is None and self.waiting and self.waiting[0].arrival_s <= self.now
+        ):
             if left < self.isl <= free:
                 break  # fits whole into the next step
+            slots -= 1
             request = self.waiting.popleft()
             self.queue += self.now - request.arrival_s
             left -= self._chunk(chunks, request, 0, left)
         return chunks
 
-    def _can_admit(self, chunks: _Chunks) -> bool:
-        held = self.decodes + len(chunks.complete)
-        return bool(self.waiting) and held < self.slots and self.waiting[0].arrival_s <= self.now
-
     def _chunk(self, chunks: _Chunks, request: _Request, start: int, left: int) -> int:
         """Compute as much of a prompt as the budget leaves; return how much."""
         end = min(self.isl, start + left)
         chunks.tokens += end - start
-        chunks.pairs += (end * end - start * start) / 2
-        chunks.window_pairs += _windowed(end, self.window) - _windowed(start, self.window)
+        if end - start == self.isl:
+            chunks.pairs += self.isl_pairs[0]
+            chunks.window_pairs += self.isl_pairs[1]
+        else:
+            chunks.pairs += (end * end - start * start) / 2
+            chunks.window_pairs += _windowed(end, self.window) - _windowed(start, self.window)
         if end == self.isl:
             chunks.complete.append(request)
         else:
@@ -111,18 +121,15 @@ class _Run:
 
     def _prefill(self, chunks: _Chunks) -> None:
         """Advance by a step with prompt chunks; in a pipeline every stage is busy with it for its part only."""
-        decodes, context = self.decodes / self.stages, self._context(0.0)
-        mixed = total(
-            self.steps.terms(
-                decodes=decodes, context=context, prefill=chunks.tokens, prompts=len(chunks.complete),
-                pairs=chunks.pairs, window_pairs=chunks.window_pairs,
-            )
-        )  # fmt: skip
-        alone = total(self.steps.terms(decodes=decodes, context=context)) if self.stages > 1 and decodes else 0.0
+        context = self._context(0.0)
+        mixed = self._seconds(context, chunks.tokens, len(chunks.complete), chunks.pairs, chunks.window_pairs)
+        alone = self._seconds(context) if self.stages > 1 and self.decodes else 0.0
         seconds = alone + (mixed - alone) / self.stages
         through = mixed - seconds  # until the last stage
         self._advance(1, seconds)
-        self.ttft += sum(self.now + through - request.sent_s for request in chunks.complete)
+        for request in chunks.complete:
+            self.ttft += self.now + through - request.sent_s
+            self.first_ttft += self.now + through if request.sent_s == 0.0 else 0.0
         if chunks.complete:
             count = len(chunks.complete)
             self.cohorts.append(_Cohort(count, self.step + self.length, self.now))
@@ -143,8 +150,26 @@ class _Run:
 
     def _decode_seconds(self, count: int) -> float:
         """Return the mean time of the next steps."""
-        context = self._context((count - 1) / 2 * self.emitted)
-        return total(self.steps.terms(decodes=self.decodes / self.stages, context=context))
+        return self._seconds(self._context((count - 1) / 2 * self.emitted))
+
+    def _seconds(
+        self, context: float, prefill: int = 0, prompts: int = 0, pairs: float = 0.0, window_pairs: float = 0.0
+    ) -> float:
+        """Return the time of a step, which grows with the context of its decodes along a line."""
+        key = (self.decodes, prefill, prompts, pairs, window_pairs)
+        if key not in self.lines:
+            start, end = (
+                total(
+                    self.steps.terms(
+                        decodes=self.decodes / self.stages, context=length, prefill=prefill, prompts=prompts,
+                        pairs=pairs, window_pairs=window_pairs,
+                    )
+                )
+                for length in (float(self.isl), float(self.isl + self.osl))
+            )  # fmt: skip
+            self.lines[key] = (start, (end - start) / self.osl)
+        start, per_token = self.lines[key]
+        return start + per_token * (context - self.isl) if self.decodes else start
 
     def _context(self, ahead: float) -> float:
         return self.cached / self.decodes + ahead if self.decodes else 0.0
@@ -171,7 +196,7 @@ def run_times(steps: NativeStep, slots: int, c: Constants) -> LoopTimes:
     replicas = setup.attention_dp
     share, clients = max(1, slots // replicas), -(-setup.concurrency // replicas)
     requests = clients * setup.waves
-    count = min(requests, MOST_WAVES * min(share, clients))
+    count = min(requests, MOST_QUEUED * share if clients > share else MOST_WAVES * clients)
     followed = min(clients, count)
     run = _Run(steps, share, followed, count, c)
     run.run()
@@ -180,7 +205,7 @@ def run_times(steps: NativeStep, slots: int, c: Constants) -> LoopTimes:
     context = run.isl + run.osl / 2
     batch = run.decode_tokens / run.step / setup.pp
     return LoopTimes(
-        ttft=run.ttft / count + longer_queue,
+        ttft=_mean_ttft(run, followed, count, requests) + longer_queue,
         tpot=run.tpot / count,
         queue=queue + longer_queue,
         decode=steps.terms(decodes=batch, context=context),
@@ -190,6 +215,14 @@ def run_times(steps: NativeStep, slots: int, c: Constants) -> LoopTimes:
         ),
         seconds=run.now * requests / count,
     )  # fmt: skip
+
+
+def _mean_ttft(run: _Run, clients: int, count: int, requests: int) -> float:
+    """Return the mean of all requests: the first of every client once, later ones like those that were followed."""
+    if count == clients:
+        return run.ttft / count
+    later = (run.ttft - run.first_ttft) / (count - clients)
+    return (run.first_ttft + later * (requests - clients)) / requests
 
 
 def total(terms: dict[str, float]) -> float:
