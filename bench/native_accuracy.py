@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from native_serving import native_rows, predicted
 from outofcore_rows import ROWS as OUT_OF_CORE_ROWS
 from outofcore_rows import models, planned
 from train_rows import ROWS as TRAINING_ROWS
@@ -25,6 +26,7 @@ from llmb.config.recipe import load_all, load_yaml, shipped
 from llmb.config.serialization import build, convert
 from llmb.config.spec import Machine, MambaConfig, Model, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.offload.machine_rates import Rates, known_rates, read_rates
+from llmb.perfmodel.serving_time.serving_constants import calibrated_serving
 from llmb.perfmodel.shards import rank_flops
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import setup_of
@@ -105,10 +107,18 @@ def out_of_core(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample
         )  # fmt: skip
 
 
+def serving(_: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
+    """Yield served rows: TPOT of one request and of a sweep over HTTP, seconds per output token of whole runs."""
+    c = calibrated_serving()
+    for row in native_rows():
+        seconds, _ttft = predicted(row, c, rates)
+        yield Sample(kind="serving", row=row.title, pool=row.pool, measured_s=row.measured_s, predicted_s=seconds)
+
+
 def samples(rates: Rates | None = None, plans: bool = True) -> list[Sample]:
     """Return all rows with their predictions."""
     figures: dict[str, Any] = load_yaml(FIGURES, "sections training, micro_batches, out_of_core")
-    parts = [training, micro_batches, *([out_of_core] if plans else [])]
+    parts = [training, micro_batches, serving, *([out_of_core] if plans else [])]
     return [sample for part in parts for sample in part(figures, rates)]
 
 
@@ -123,7 +133,7 @@ def main() -> int:
     if options.json:
         print(json.dumps([asdict(row) | {"error_percent": row.error} for row in rows]))
         return 0
-    cells = [(s.kind, s.row, s.pool, f"{s.measured_s:.3f}", f"{s.predicted_s:.3f}", f"{s.error:+.1f}") for s in rows]
+    cells = [(s.kind, s.row, s.pool, f"{s.measured_s:.4g}", f"{s.predicted_s:.4g}", f"{s.error:+.1f}") for s in rows]
     print(render(("kind", "row", "measured", "s", "predicted s", "error %"), cells))
     errors = [abs(row.error) for row in rows]
     within = sum(error <= AIM for error in errors)

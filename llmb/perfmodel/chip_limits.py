@@ -1,10 +1,13 @@
-"""Limits of a chip: what a long run sustains of its peak and of its memory bandwidth, and the limits of training.
+"""Limits of a chip that no figure can exceed: compute, memory bandwidth, and the limits of training.
 
     training_limits(setup, step_time_s=4.19)      -> [Limit(name="compute", ...)]
 
-A figure above a limit is not possible as described. Fractions of the peaks are the most that whole steps were measured
-at on an H200 of 700 W: 717 of 989 TFLOP/s in bf16, 1,401 of 1,979 in fp8, reading at 4.52 of 4.8 TB/s
-(bench/RESULTS.md). Clocks are higher for the first second of work: `BURST` is what short kernels reach.
+A figure above a limit is not possible as described, so a limit must hold for every chip of a type. Memory does not
+exceed its nominal bandwidth. Compute of the chip that was measured, Hopper with at most the 700 W of an H200, does not
+exceed the most that whole steps reached on an H200, 717 of 989 TFLOP/s in bf16 and 1,401 of 1,979 in fp8
+(bench/RESULTS.md), by more than `SPREAD`: its power does not sustain higher clocks. What other chips sustain is not
+known here, so that only their peak at the highest clock they run at is a limit. Clocks are higher for the first second
+of work: `BURST` is what short kernels reach.
 """
 
 from dataclasses import dataclass
@@ -15,9 +18,16 @@ from llmb.perfmodel.flops import attention_pairs, forward_macs
 from llmb.perfmodel.hardware import TERA, gpu
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 
+MEASURED = "h200"
 SUSTAINED = {"fp32": 0.725, "bf16": 0.725, "fp8": 0.71, "nvfp4": 0.71}  # of the dense peak
+SPREAD = 1.05  # between chips of one type: 2 to 3 % were seen
 BURST = {"fp32": 0.94, "bf16": 0.94, "fp8": 0.80, "nvfp4": 0.80}  # 925 and 1,582 TFLOP/s in kernel tables of an H200
-BANDWIDTH = 0.945  # of the nominal HBM bandwidth
+# Highest SM clock over that of the data sheet's peaks, in MHz: H100 1,980 over 1,830, B200 1,965 over 1,856, A100 1,410
+# over 1,410.
+HIGHEST_CLOCK = 1.09
+BY_MEASUREMENT = "most of whole steps on an H200 of 700 W, and 5 % between chips"
+BY_PEAK = "dense peak at the highest clock; what the chip sustains was not measured"
+BY_NOMINAL = "nominal bandwidth"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +38,7 @@ class Limit:
     needed: float  # of one GPU
     limit: float
     unit: str
+    basis: str  # where the limit comes from
 
     @property
     def fraction(self) -> float:
@@ -41,27 +52,41 @@ class StepAmount:
 
     model: Model
     seqlen: int
-    sequences: int  # of a step
+    sequences: float  # of a step
     gpus: int
     gpu: str
     dtype: str  # a key of SUSTAINED
     frozen: bool = False  # LoRA: no weight gradients
 
 
-def sustained_flops(gpu_type: str, dtype: str) -> float | None:
-    """Return the FLOP/s that GEMMs of a dtype sustain, at the rate of bf16 where the GPU has no such units.
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """The most that any chip of a type gives: FLOP/s or bytes/s."""
 
-    None: no peak is published, or the fraction of it that chips of this family sustain is not known.
+    rate: float
+    basis: str
+
+
+def flops_ceiling(gpu_type: str, dtype: str) -> Ceiling | None:
+    """Return the FLOP/s that no run of GEMMs of a dtype exceeds, in bf16 where the GPU has no such units.
+
+    None: no peak is published, or clocks far above those of the data sheet are usual (GeForce).
     """
-    peaks, fabric = gpu(gpu_type).peak_flops, FABRICS.get(gpu_type)
-    kind = dtype if dtype in peaks else "bf16"
-    return peaks[kind] * min(1.0, SUSTAINED[kind] * max(1.0, fabric.clock)) if fabric is not None else None
+    peaks = gpu(gpu_type).peak_flops
+    if gpu_type not in FABRICS:
+        return None
+    kind, fabric, measured = dtype if dtype in peaks else "bf16", FABRICS[gpu_type], FABRICS[MEASURED]
+    sustained = gpu(MEASURED).peak_flops[kind] * SUSTAINED[kind] * SPREAD if kind in gpu(MEASURED).peak_flops else 0.0
+    highest = peaks[kind] * HIGHEST_CLOCK
+    if fabric.family == measured.family and fabric.watts <= measured.watts and sustained < highest:
+        return Ceiling(rate=sustained, basis=BY_MEASUREMENT)
+    return Ceiling(rate=highest, basis=BY_PEAK)
 
 
-def sustained_bandwidth(gpu_type: str) -> float | None:
-    """Return the bytes/s that HBM sustains."""
+def bandwidth_ceiling(gpu_type: str) -> Ceiling | None:
+    """Return the bytes/s that HBM cannot exceed."""
     bandwidth = gpu(gpu_type).memory_bandwidth
-    return None if bandwidth is None else bandwidth * BANDWIDTH
+    return None if bandwidth is None else Ceiling(rate=bandwidth, basis=BY_NOMINAL)
 
 
 def compute_limit(low: float, bf16: float, per_s: float, gpu_type: str, dtype: str) -> Limit | None:
@@ -69,11 +94,14 @@ def compute_limit(low: float, bf16: float, per_s: float, gpu_type: str, dtype: s
 
     Its limit is the rate of both kinds one after the other. None: the peaks of the GPU are not known.
     """
-    low_rate, bf16_rate = sustained_flops(gpu_type, dtype), sustained_flops(gpu_type, "bf16")
-    if low_rate is None or bf16_rate is None:
+    low_ceiling, bf16_ceiling = flops_ceiling(gpu_type, dtype), flops_ceiling(gpu_type, "bf16")
+    if low_ceiling is None or bf16_ceiling is None:
         return None
-    limit = (low + bf16) / (low / low_rate + bf16 / bf16_rate)
-    return Limit(name="compute", needed=(low + bf16) * per_s / TERA, limit=limit / TERA, unit="TFLOP/s/GPU")
+    limit = (low + bf16) / (low / low_ceiling.rate + bf16 / bf16_ceiling.rate)
+    return Limit(
+        name="compute", needed=(low + bf16) * per_s / TERA, limit=limit / TERA, unit="TFLOP/s/GPU",
+        basis=low_ceiling.basis,
+    )  # fmt: skip
 
 
 def training_limits(amount: StepAmount, step_time_s: float) -> list[Limit]:

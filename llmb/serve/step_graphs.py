@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llmb.perfmodel.serving_time.graph_sizes import decode_graph_sizes, mixed_graph_tokens
 from llmb.serve.input_staging import InputStaging, StepBuffer, StepSizes
 from llmb.serve.step_batch import StepBatch, StepInputs
 
 WARMUP_CALLS = 2  # before the first capture: kernels are compiled and libraries create their handles
-MAX_MIXED_TOKENS = 2048
 MAX_MIXED_PREFILLS = 16  # prefill chunks of a mixed step
 
 
@@ -55,18 +55,13 @@ BatchSize = GraphSize  # of a batch: exactly what it computes
 
 
 def decode_sizes(max_batch_size: int) -> tuple[GraphSize, ...]:
-    """Return the batch sizes to capture: small ones densely, then a quarter more each, up to the batch limit."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    while sizes[-1] < max_batch_size:
-        sizes.append(-(-sizes[-1] * 5 // 4 // 16) * 16)
-    return tuple(GraphSize(size, size) for size in (*(s for s in sizes if s < max_batch_size), max_batch_size))
+    """Return the sizes of steps of decodes only to capture."""
+    return tuple(GraphSize(size, size) for size in decode_graph_sizes(max_batch_size))
 
 
 def mixed_sizes(max_batch_size: int, max_num_tokens: int) -> tuple[GraphSize, ...]:
     """Return the sizes of mixed steps to capture: token counts densely, as they cost time, decodes coarsely."""
-    limit = min(max_num_tokens, MAX_MIXED_TOKENS)
-    counts = (*range(128, 512, 64), *range(512, 1536, 128), *range(1536, MAX_MIXED_TOKENS, 256))
-    tokens = (*(count for count in counts if count < limit), limit)
+    tokens = mixed_graph_tokens(max_num_tokens)
     decodes = (*(count for count in (64, 256, 512, 1024) if count < max_batch_size), max_batch_size)
     # Padding decodes are rows of the attention output too, of which there is one for each token.
     return tuple(GraphSize(most, count, MAX_MIXED_PREFILLS) for most in decodes for count in tokens if count >= most)

@@ -36,8 +36,10 @@ def test_out_of_core_rows_are_within_five_percent():
 
 
 def test_probed_rates_scale_the_prediction(in_core):
-    chip = replace(H200, matmul_tflops=0.9 * H200.matmul_tflops, memory_gbs=0.9 * H200.memory_gbs)
+    names = ("matmul_tflops", "fp8_tflops", "memory_gbs")
+    chip = replace(H200, **{name: 0.9 * getattr(H200, name) for name in names})
     slower = native.samples(chip, plans=False)
     for usual, slow in zip(in_core, slower, strict=True):
-        least = 1.05 if "Nemotron" in slow.row else 1.08  # launches of Mamba kernels bound a part of it
+        # Launches of Mamba kernels bound a part of it; so do gaps between kernels when few tokens are served.
+        least = 1.05 if "Nemotron" in slow.row else 1.04 if slow.kind == "serving" else 1.08
         assert least < slow.predicted_s / usual.predicted_s < 1.112

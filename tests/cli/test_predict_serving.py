@@ -35,7 +35,8 @@ def test_a_range_of_concurrencies_is_a_curve(llmb_run):
     assert rates == sorted(rates)
     table = llmb_run(*serve)[1]
     assert "tokens/s/user" in table
-    assert len(table.splitlines()) == 13
+    assert len(table.splitlines()) == 15
+    assert table.splitlines()[-1].startswith("ceilings: ")
 
 
 def test_a_config_json_is_the_model_it_describes(llmb_run, tmp_path):

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from llmb.perfmodel.chip_limits import StepAmount, sustained_flops, training_limits
-from llmb.perfmodel.explain.explanation import explain_serving, explain_training, verdict_of
+from llmb.perfmodel.chip_limits import HIGHEST_CLOCK, StepAmount, bandwidth_ceiling, flops_ceiling, training_limits
+from llmb.perfmodel.explain.explanation import explain_serving, explain_training, step_amount, verdict_of
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
 from llmb.perfmodel.flops import train_flops_per_sequence
 from llmb.perfmodel.model_catalog import find_model
-from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
+from llmb.perfmodel.serving_time.serving_bounds import L2_BYTES, ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 
@@ -34,7 +35,8 @@ def test_a_published_row_of_vllm_needs_more_than_an_h200_sustains():
     compute = explanation.limits[0]
     assert (compute.name, compute.unit) == ("compute", "TFLOP/s/GPU")
     assert compute.needed == pytest.approx(1489, rel=0.01)  # without the LM head for prompt tokens
-    assert compute.limit < 1400
+    assert compute.limit < 1450
+    assert "H200" in compute.basis
     assert "1,560 TFLOP/s/GPU" in explanation.notes[-1]
     assert explanation.causes[0].startswith("prefix caching")
 
@@ -43,8 +45,8 @@ def test_the_named_causes_make_the_row_possible():
     figures = vllm_figures()
     assert not holds(serving_limits(served(), figures))
     assert holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.1)))
-    assert not holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.05)))
-    assert "another GPU: b200, b300, gb200, gb300" in serving_causes(served(), figures)
+    assert not holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.03)))
+    assert "another GPU: gh200, b200, b300, gb200, gb300" in serving_causes(served(), figures)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +77,13 @@ def test_training_at_bf16_is_bound_by_model_flops():
     (limit,) = training_limits(amount(), 4.188)
     flops = 6 * train_flops_per_sequence(amount().model, 8192, "causal")
     assert limit.needed == pytest.approx(flops / 4.188 / 1e12)
-    assert limit.limit == pytest.approx(sustained_flops("h200", "bf16") / 1e12)
+    assert limit.limit == pytest.approx(flops_ceiling("h200", "bf16").rate / 1e12)
     assert 0.8 < limit.fraction < 0.9
 
 
 def test_attention_and_head_lower_the_limit_of_fp8():
     (limit,) = training_limits(amount(dtype="fp8", sequences=4), 1.864)
-    assert sustained_flops("h200", "bf16") < limit.limit * 1e12 < sustained_flops("h200", "fp8")
+    assert flops_ceiling("h200", "bf16").rate < limit.limit * 1e12 < flops_ceiling("h200", "fp8").rate
     assert limit.fraction < 1
 
 
@@ -97,6 +99,39 @@ def test_causes_of_an_impossible_step_are_tried():
 def test_an_unlisted_gpu_has_no_limit():
     assert training_limits(amount(gpu="l40"), 1.0) == []
     assert verdict_of([]) == "unknown"
+
+
+@pytest.mark.parametrize(("gpu", "dtype", "rate"), [("a100", "bf16", 0.87), ("h20", "fp8", 0.96), ("b200", "fp8", 1.0)])
+def test_fast_runs_on_chips_that_were_not_measured_are_not_called_impossible(gpu, dtype, rate):
+    """Fitted GEMM rates: A100 0.87 of its peak, H20 142 of 148 TFLOP/s; only a peak at the highest clock refutes."""
+    work = amount(gpu=gpu, dtype=dtype)
+    (limit,) = training_limits(work, 1.0)
+    at_rate = limit.needed / (limit.limit / HIGHEST_CLOCK) / rate
+    assert verdict_of(training_limits(work, at_rate)) == "possible"
+    assert verdict_of(training_limits(work, at_rate * rate / 1.1)) == "impossible"
+    assert "highest clock" in limit.basis
+
+
+def test_memory_is_limited_by_its_nominal_bandwidth_and_the_l2_cache_is_allowed_for():
+    assert bandwidth_ceiling("a100").rate == 2039e9
+    small = replace(served(128, 128, concurrency=1), shape=find_model("llama3.2-1b"))
+    limits = serving_limits(small, ServedFigures(output_tokens_per_s=1000))
+    bandwidth = next(limit for limit in limits if limit.name == "HBM bandwidth")
+    work = serving_work(small)
+    step_bytes = work.weight_bytes + (128 + 64) * work.kv_bytes
+    assert bandwidth.needed == pytest.approx(1000 * (step_bytes - L2_BYTES) / 1e9)
+
+
+def test_a_run_of_fewer_layers_is_judged_by_the_layers_that_ran():
+    setup = StepSetup(
+        shape=find_model("llama3.1-405b"), gpu="h100", gpus=8, dtype="bf16", seqlen=8192, mbs=1, gbs=8, layers=4,
+    )  # fmt: skip
+    whole = step_amount(replace(setup, layers=None))
+    (few,), (every,) = training_limits(step_amount(setup), 1.0), training_limits(whole, 1.0)
+    assert every.needed > 15 * few.needed
+    packed = step_amount(replace(setup, document_tokens=1024))
+    assert packed.sequences * packed.seqlen == 8 * 8192
+    assert training_limits(packed, 1.0)[0].needed < few.needed
 
 
 def test_terms_stand_beside_a_measured_breakdown():

@@ -16,9 +16,11 @@ from llmb.perfmodel.serving_time.serving_constants import (
     CONSTANTS_FILE,
     ENGINES,
     engine_generation,
+    parse_engine,
     serving_constants,
+    serving_interval,
 )
-from llmb.perfmodel.serving_time.serving_predictor import log_half_width, predict_serving
+from llmb.perfmodel.serving_time.serving_predictor import log_half_width, predict_serving, unproven_note
 from llmb.perfmodel.serving_time.serving_rows import read_serving_rows
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import active_experts
@@ -97,7 +99,7 @@ def test_more_work_takes_longer(setup):
 def test_tensor_parallelism_and_faster_memory_shorten_a_large_model():
     times = [predict_serving(replace(LLAMA_70B, tp=tp)).tpot_ms for tp in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
-    faster = predict_serving(LLAMA_70B, changed_device("h200", "gpu.hbm_bw=2x"))
+    faster = predict_serving(LLAMA_70B, changed_device(device("h200"), "gpu.hbm_bw=2x"))
     assert faster.tpot_ms < predict_serving(LLAMA_70B).tpot_ms
     across_nodes = predict_serving(replace(LLAMA_70B, gpu="h100", tp=16)).ttft_ms
     assert across_nodes > predict_serving(replace(LLAMA_70B, gpu="h100", tp=8)).ttft_ms
@@ -215,3 +217,20 @@ def test_the_interval_is_wider_for_experts_and_unseen_gpus():
     assert log_half_width(LLAMA_70B, "tpot_ms") < log_half_width(DEEPSEEK, "tpot_ms")
     assert log_half_width(LLAMA_70B, "tpot_ms") < log_half_width(LLAMA_70B, "ttft_ms")
     assert log_half_width(replace(LLAMA_70B, gpu="b300"), "e2e_ms") > log_half_width(LLAMA_70B, "e2e_ms")
+    data = serving_interval()
+    for kind, metrics in data["unseen_half_width"].items():
+        assert all(width > 1.2 * data["half_width"][kind][name] for name, width in metrics.items())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_gb200_is_predicted_and_called_unproven(engine):
+    setup = replace(LLAMA_70B, gpu="gb200", engine=engine)
+    p = predict_serving(setup)
+    assert p.tpot_ms < predict_serving(replace(setup, gpu="h200")).tpot_ms
+    assert "no measured TTFT or TPOT of any engine on a gb200" in unproven_note(setup)
+    assert unproven_note(replace(setup, gpu="b200")) is None
+    assert unproven_note(replace(setup, gpu="b200", engine="native")) is not None
+
+
+def test_engines_have_the_names_of_their_projects():
+    assert [parse_engine(name) for name in ("TensorRT-LLM", "vLLM", "sglang")] == ["trtllm", "vllm", "sglang"]

@@ -207,7 +207,7 @@ def test_terms_sum_to_the_step_time(setup):
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("change", ["gpu.hbm_bw=2x", "gpu.flops=2x", "gpu.nvlink=2x", "network=2x"])
 def test_better_hardware_is_never_slower(setup, change):
-    assert predict(setup, changed_device(setup.gpu, change)).step_time_s <= predict(setup).step_time_s + 1e-12
+    assert predict(setup, changed_device(device(setup.gpu), change)).step_time_s <= predict(setup).step_time_s + 1e-12
 
 
 @pytest.mark.parametrize("setup", SETUPS)

@@ -85,7 +85,7 @@ def test_unknown_times_are_dashes(config):
 def test_rates_are_named_with_their_source(figures):
     text = describe_plan(figures)
     assert text.endswith(f"({figures.rates['source']})")
-    assert set(figures.rates) == {*RATES, "gpu", "source", "bus_gbs"}  # the last is of several GPUs
+    assert set(figures.rates) == {*RATES, "gpu", "source", "bus_gbs", "device_memory_bytes"}  # the last two set no pace
 
 
 def test_data_has_the_published_names_at_the_top(figures):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from small_served import MAX_OUTPUT, MODELS, EagerReplays, config_of, engine_for, prompts_for, serve, served_model_for
 
+from llmb.ops.gemm.skinny_gemm import MAX_TOKENS
+from llmb.perfmodel.serving_time.native_step import SKINNY_TOKENS
 from llmb.serve.engine import Engine
 from llmb.serve.layers.served_model import ServedModel
 from llmb.serve.model_runner import sample_with_params
@@ -92,6 +94,10 @@ def test_sample_depends_only_on_seed_and_output_position() -> None:
     ]
     flat_SV = torch.zeros(3, 1000)  # so that the token shows the draw
     assert sample_with_params(flat_SV, chunks).tolist() == [int(uniform(11, 3) * 1000)] * 3
+
+
+def test_predictor_knows_how_many_tokens_skinny_gemms_take() -> None:
+    assert SKINNY_TOKENS == MAX_TOKENS
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 384, 2048])

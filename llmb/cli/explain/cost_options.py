@@ -19,13 +19,16 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
 
 
 def energy_of(options: argparse.Namespace, gpu: str, gpus: int, tokens_per_s: float) -> Any:
-    """Return the EnergyCost of a predicted rate."""
+    """Return the EnergyCost of a predicted rate; None: the power of the GPU is not known, and --watts does not say."""
+    from llmb.perfmodel import hardware
     from llmb.perfmodel.explain.energy_cost import EnergyPrices, energy_cost
-    from llmb.perfmodel.step_time.cluster_fabric import device
 
-    watts = device(gpu).fabric.watts
+    fabric = hardware.gpu(gpu).fabric
+    limits = [watts for watts in (options.watts, fabric and fabric.watts) if watts]
+    if not limits:
+        return None
     prices = EnergyPrices(
-        watts=min(options.watts, watts) if options.watts else watts,
+        watts=min(limits),
         gpu_cost_per_hour=options.gpu_cost_per_hour,
         cost_per_kwh=options.cost_per_kwh,
     )

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from llmb.cli.run_options import load_recipes
 from llmb.config.load_settings import LoadConfig, config_from_json
 from llmb.config.serialization import build, read_json
 from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.perfmodel.chip_limits import Limit, StepAmount, sustained_flops, training_limits
+from llmb.perfmodel.chip_limits import Limit, StepAmount, flops_ceiling, training_limits
 from llmb.perfmodel.explain.explanation import (
     Explanation,
     TermPair,
@@ -143,8 +142,10 @@ def _published(config: RunConfig, result: Result) -> tuple[PublishedMatch, ...]:
 def _without_config(result: Result) -> Explanation:
     """Explain by the TFLOP/s of the result alone: no config.json says what was run."""
     note = "no config.json beside it says what was run: only its TFLOP/s are checked"
-    rate: Any = sustained_flops(result.gpu, result.dtype or "bf16") if result.gpu else None
-    if result.tflops_per_gpu is None or rate is None:
+    ceiling = flops_ceiling(result.gpu, result.dtype or "bf16") if result.gpu else None
+    if result.tflops_per_gpu is None or ceiling is None:
         return Explanation(subject=result.name, verdict="unknown", notes=(note,))
-    limit = Limit(name="compute", needed=result.tflops_per_gpu, limit=rate / TERA, unit="TFLOP/s/GPU")
+    limit = Limit(
+        name="compute", needed=result.tflops_per_gpu, limit=ceiling.rate / TERA, unit="TFLOP/s/GPU", basis=ceiling.basis
+    )
     return Explanation(subject=result.name, verdict=verdict_of([limit]), limits=(limit,), notes=(note,))

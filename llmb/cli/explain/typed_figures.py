@@ -4,15 +4,16 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.cli.run_options import load_recipes
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.explanation import Explanation, explain_serving, explain_training
 from llmb.perfmodel.explain.published_matches import serving_matches, training_matches
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures
+from llmb.perfmodel.serving_time.serving_constants import parse_engine
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings
 from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
-from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.predictor import model_flops
 from llmb.perfmodel.step_time.setup_fields import build_setup, parse_settings
@@ -29,7 +30,7 @@ def explain_typed(options: argparse.Namespace) -> Explanation:
             raise ConfigError(f"{_flag(name)} must be a number above 0, got {value:g}")
     if options.model is None or options.gpu_type is None:
         raise ConfigError("figures typed by hand need --model (a name of the catalog or a config.json) and --gpu-type")
-    device(options.gpu_type.lower())
+    options.gpu_type = gpu_name(options.gpu_type)
     return _serving(options) if options.isl or options.osl else _training(options)
 
 
@@ -45,9 +46,10 @@ def _serving(options: argparse.Namespace) -> Explanation:
             raise ConfigError(f"{_flag(name)} is for training; leave out --isl and --osl")
     shape = served_shape(options.model)
     dtype = (options.dtype or shape.checkpoint or "bf16").lower()
+    engine = parse_engine(options.engine or "vllm")
     setup = build_serving_setup(
-        shape, options.gpu_type.lower(), dtype, options.engine or "vllm", (options.isl, options.osl),
-        options.concurrency or MOST_CLIENTS, parse_serving_settings(options.set),
+        shape, options.gpu_type, dtype, engine, (options.isl, options.osl), options.concurrency or MOST_CLIENTS,
+        parse_serving_settings(options.set), stored_rates(options.gpu_type, engine == "native", dtype),
     )  # fmt: skip
     explanation = explain_serving(_serving_subject(options, setup), setup, _served(options, setup))
     rate = explanation.expected[0].measured / setup.gpus
@@ -94,10 +96,10 @@ def _training(options: argparse.Namespace) -> Explanation:
         if getattr(options, name) is not None:
             raise ConfigError(f"{_flag(name)} is for serving; add --isl and --osl")
     values = parse_settings(options.set) | ({"engine": options.engine} if options.engine else {})
-    setup = build_setup(
-        find_or_read_shape(options.model), options.gpu_type.lower(), options.scale or 1,
-        (options.dtype or "bf16").lower(), values,
-    )  # fmt: skip
+    dtype = (options.dtype or "bf16").lower()
+    rates = stored_rates(options.gpu_type, values.get("engine") == "native", dtype)
+    setup = build_setup(find_or_read_shape(options.model), options.gpu_type, options.scale or 1, dtype, values)
+    setup = replace(setup, rates=rates)
     seconds = {
         "step_time_s": lambda value: value,
         "tokens_per_s": lambda value: setup.gbs * setup.seqlen / value,

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 def _run_here(options: argparse.Namespace) -> int:
     from llmb.config.serialization import build, to_plain, write_atomic
     from llmb.launch.install_root import install_root
-    from llmb.launch.local_machine import gpu_names
+    from llmb.launch.local_machine import gpu_memory_bytes, gpu_names
     from llmb.launch.probe.collective_ranks import collectives_here
     from llmb.launch.run_folder import make_folder
     from llmb.launch.torch_process import run_probe
@@ -74,7 +74,10 @@ def _run_here(options: argparse.Namespace) -> int:
         details["collectives"] = collectives_here(device, ranks, _say_progress)
     source = f"measured on {facts['host']}, {name}, {facts['measured_at']}"
     stored_details = build(ProbeDetails, details, "what the probe measured")
-    values = {"gpu": gpu, "source": source, **measured, "bus_gbs": bus_gbs(stored_details.collectives)}
+    values = {
+        "gpu": gpu, "source": source, **measured, "bus_gbs": bus_gbs(stored_details.collectives),
+        "device_memory_bytes": None if gpu == "cpu" else gpu_memory_bytes(),
+    }  # fmt: skip
     record = ProbeRecord(rates=build(Rates, values, "what the probe measured"), details=stored_details)
     stored = {**to_plain(record.rates), DETAILS: to_plain(record.details)}
     for path in paths:

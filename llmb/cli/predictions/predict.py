@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ EXAMPLES = (
     "llmb-run predict --model llama3.1-70b --task serve --engine vllm --gpu-type h200 --dtype fp8 --isl 1024 "
     "--osl 1024 --concurrency 1..256 --set tp=2",
     "llmb-run predict -w inference_llama3.1 -s 8b --dtype fp8 --gpu-type h200 --task serve --json",
+    "llmb-run predict --model llama3.2-1b --scale 1 --gpu-type rtx-4090    # after `llmb-run probe` on that machine",
     "llmb-run predict -w pretrain_llama3.1 -s 405b --dtype fp8 --gpu-type h100 --scale 1024 --tokens 15e12 "
     "--gpu-cost-per-hour 2 --cost-per-kwh 0.1",
     "llmb-run predict --rows runs.csv --json    # columns: model size gpu dtype gpus seqlen gbs mbs tp pp cp vp ep ...",
@@ -86,22 +86,17 @@ def run(options: argparse.Namespace) -> int:
 def _predict_setups(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from llmb.launch.install_root import install_root
-    from llmb.perfmodel.offload.machine_rates import measured_rates
+    from llmb.cli.predictions.stored_rates import stored_rates
+    from llmb.perfmodel.step_time.measured_device import device_of
     from llmb.perfmodel.step_time.predictor import predict
     from llmb.perfmodel.step_time.setup_fields import changed_device
     from llmb.report.predictions.prediction_text import describe_curve, describe_prediction
     from llmb.report.terminal.colour import print_report
 
     setups = _recipe_setups(options) if options.workload else _model_setups(options)
-    install = install_root(os.environ)
-    setups = [
-        replace(
-            setup, watts=options.watts, rates=measured_rates(setup.gpu, install) if setup.engine == "native" else None
-        )
-        for setup in setups
-    ]
-    on = changed_device(setups[0].gpu, options.what_if) if options.what_if else None
+    rates = stored_rates(setups[0].gpu, setups[0].engine == "native", setups[0].dtype)
+    setups = [replace(setup, watts=options.watts, rates=rates) for setup in setups]
+    on = changed_device(device_of(setups[0].gpu, rates), options.what_if) if options.what_if else None
     points = [(setup, predict(setup, on)) for setup in setups]
     if options.json:
         data = [
@@ -124,7 +119,8 @@ def _rate(setup: Any, prediction: Any) -> tuple[str, int, float]:
 def _energy_data(options: argparse.Namespace, gpu: str, gpus: int, tokens_per_s: float) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return {"energy": asdict(energy_of(options, gpu, gpus, tokens_per_s))}
+    energy = energy_of(options, gpu, gpus, tokens_per_s)
+    return {"energy": None if energy is None else asdict(energy)}
 
 
 def _print_energy(options: argparse.Namespace, setup: Any, prediction: Any) -> None:
@@ -133,14 +129,17 @@ def _print_energy(options: argparse.Namespace, setup: Any, prediction: Any) -> N
     from llmb.report.terminal.colour import print_report
 
     energy = energy_of(options, *_rate(setup, prediction))
+    if energy is None:
+        return
     joules_per_step = setup.gpus * energy.watts_per_gpu * prediction.step_time_s
     print_report("\n".join(energy_lines(energy, joules_per_step)))
 
 
 def _model_setups(options: argparse.Namespace) -> list[Any]:
     """Return the descriptions of any model at each scale; the batch grows with the number of GPUs."""
+    from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
     from llmb.errors import ConfigError
-    from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+    from llmb.perfmodel.step_time.cluster_fabric import FABRICS
     from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
     from llmb.perfmodel.step_time.setup_fields import build_setup, parse_scales, parse_settings
 
@@ -149,8 +148,8 @@ def _model_setups(options: argparse.Namespace) -> list[Any]:
     if options.gpu_type is None or options.scale is None:
         raise ConfigError(f"--model needs --gpu-type ({', '.join(FABRICS)}) and --scale, a number of GPUs")
     shape = find_or_read_shape(options.model)
-    gpu, values = options.gpu_type.lower(), parse_settings(options.set)
-    device(gpu)
+    gpu, values = gpu_name(options.gpu_type), parse_settings(options.set)
+    stored_rates(gpu, native=False)
     scales, dtype = parse_scales(options.scale), (options.dtype or "bf16").lower()
     if len(scales) == 1:
         return [build_setup(shape, gpu, scales[0], dtype, values)]
@@ -186,6 +185,7 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
 
 def _predict_rows(options: argparse.Namespace) -> int:
     """Predict every row of a CSV file; a row that cannot be predicted says why."""
+    from llmb.perfmodel.step_time.cluster_fabric import device
     from llmb.perfmodel.step_time.predictor import predict
     from llmb.perfmodel.step_time.published_rows import read_rows
     from llmb.perfmodel.step_time.setup_fields import changed_device
@@ -196,7 +196,7 @@ def _predict_rows(options: argparse.Namespace) -> int:
         if row.setup is None:
             data.append({"row": row.number, "error": row.reason})
             continue
-        on = changed_device(row.setup.gpu, options.what_if) if options.what_if else None
+        on = changed_device(device(row.setup.gpu), options.what_if) if options.what_if else None
         data.append({"row": row.number, **_as_data(row.setup, predict(row.setup, on))})
     if options.json:
         print("[" + ",\n".join(map(json.dumps, data)) + "]")
@@ -220,7 +220,10 @@ def _row_cells(item: dict[str, Any]) -> tuple[Any, ...]:
 def _as_data(setup: Any, prediction: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from llmb.perfmodel.step_time.measured_device import ceilings_source
+
     return {
+        "ceilings": ceilings_source(setup.gpu, setup.rates),
         "model": setup.shape.model.name, "gpu": setup.gpu, "gpus": setup.gpus, "dtype": setup.dtype,
         "seqlen": setup.seqlen, "mbs": setup.mbs, "gbs": setup.gbs, "engine": setup.engine, **asdict(prediction),
     }  # fmt: skip

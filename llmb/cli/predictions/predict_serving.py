@@ -7,12 +7,20 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from llmb.cli.explain.cost_options import energy_of
+from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.energy_cost import EnergyCost
-from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
+from llmb.perfmodel.serving_time.serving_constants import parse_engine
+from llmb.perfmodel.serving_time.serving_predictor import (
+    ServingPrediction,
+    predict_serving,
+    serving_device,
+    unproven_note,
+)
 from llmb.perfmodel.serving_time.serving_rows import served_shape
-from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.step_time.setup_fields import changed_device
 
 
@@ -25,23 +33,29 @@ def run_serving(options: argparse.Namespace) -> int:
     if options.rows:
         return _predict_rows(options)
     setups = _recipe_setups(options) if options.workload else _model_setups(options)
-    on = changed_device(setups[0].gpu, options.what_if) if options.what_if else None
+    on = changed_device(serving_device(setups[0]), options.what_if) if options.what_if else None
     points = [(setup, predict_serving(setup, on)) for setup in setups]
     if options.json:
-        data = [serving_data(setup, p) | {"energy": asdict(_energy(options, setup, p))} for setup, p in points]
+        data = [serving_data(setup, p) | {"energy": _energy_data(options, setup, p)} for setup, p in points]
         print(json.dumps(data[0] if len(data) == 1 else data))
     elif len(points) > 1:
         print_report(describe_serving_curve(points))
     else:
         print_report(describe_serving(*points[0], predict_serving(setups[0]) if on else None))
-        print_report("\n".join(energy_lines(_energy(options, *points[0]), unit="output tokens")))
+        if (energy := _energy(options, *points[0])) is not None:
+            print_report("\n".join(energy_lines(energy, unit="output tokens")))
     return 0
 
 
-def _energy(options: argparse.Namespace, setup: ServingSetup, prediction: ServingPrediction) -> EnergyCost:
-    """Return energy and cost of a million output tokens."""
-    energy: EnergyCost = energy_of(options, setup.gpu, setup.gpus, prediction.output_tokens_per_s)
+def _energy(options: argparse.Namespace, setup: ServingSetup, prediction: ServingPrediction) -> EnergyCost | None:
+    """Return energy and cost of a million output tokens; None: the power of the GPU is not known."""
+    energy: EnergyCost | None = energy_of(options, setup.gpu, setup.gpus, prediction.output_tokens_per_s)
     return energy
+
+
+def _energy_data(options: argparse.Namespace, setup: ServingSetup, p: ServingPrediction) -> dict[str, Any] | None:
+    energy = _energy(options, setup, p)
+    return None if energy is None else asdict(energy)
 
 
 def _model_setups(options: argparse.Namespace) -> list[ServingSetup]:
@@ -60,12 +74,12 @@ def _model_setups(options: argparse.Namespace) -> list[ServingSetup]:
         )
     if options.scale is not None:
         raise ConfigError("--scale is for training; the layout gives the GPUs of an engine: --set tp=2")
-    gpu, values = options.gpu_type.lower(), parse_serving_settings(options.set)
-    device(gpu)
-    shape, engine = served_shape(options.model), options.engine or "vllm"
+    gpu, values = gpu_name(options.gpu_type), parse_serving_settings(options.set)
+    shape, engine = served_shape(options.model), parse_engine(options.engine or "vllm")
     dtype = (options.dtype or shape.checkpoint or "bf16").lower()
+    rates = stored_rates(gpu, engine == "native", dtype)
     return [
-        build_serving_setup(shape, gpu, dtype, engine, (options.isl, options.osl), clients, values)
+        build_serving_setup(shape, gpu, dtype, engine, (options.isl, options.osl), clients, values, rates)
         for clients in parse_concurrencies(options.concurrency)
     ]
 
@@ -75,10 +89,16 @@ def _recipe_setups(options: argparse.Namespace) -> list[ServingSetup]:
     from llmb.cli.recipe_row import resolve_row
     from llmb.perfmodel.serving_time.serving_fields import parse_concurrencies, serving_setup_of
 
-    setup = serving_setup_of(resolve_row(options)[0], options.engine or "native")
+    config, engine = resolve_row(options)[0], parse_engine(options.engine or "native")
+    rates = stored_rates(config.machine.gpu, engine == "native", config.precision.dtype)
+    setup = serving_setup_of(config, engine, rates)
     lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
-    clients = parse_concurrencies(options.concurrency) if options.concurrency else [setup.concurrency]
-    return [replace(setup, concurrency=count, **lengths) for count in clients]
+    setup = replace(setup, **lengths)
+    if not options.concurrency:
+        return [setup]
+    requests = setup.concurrency * setup.waves  # of the row, which other numbers of clients send too
+    clients = parse_concurrencies(options.concurrency)
+    return [replace(setup, concurrency=n, waves=max(1, min(WAVES, requests // n))) for n in clients]
 
 
 def _predict_rows(options: argparse.Namespace) -> int:
@@ -104,7 +124,7 @@ def _row_data(setup: ServingSetup | None, reason: str | None, what_if: str | Non
     if setup is None:
         return {"error": reason}
     try:
-        on = changed_device(setup.gpu, what_if) if what_if else None
+        on = changed_device(device(setup.gpu), what_if) if what_if else None
         return serving_data(setup, predict_serving(setup, on))
     except ConfigError as error:
         return {"error": str(error)}
@@ -122,5 +142,6 @@ def serving_data(setup: ServingSetup, prediction: ServingPrediction) -> dict[str
     return {
         "model": setup.shape.model.name, "engine": setup.engine, "gpu": setup.gpu, "gpus": setup.gpus,
         "dtype": setup.dtype, "kv_dtype": setup.kv_dtype, "isl": setup.isl, "osl": setup.osl,
-        "concurrency": setup.concurrency, **asdict(prediction),
+        "concurrency": setup.concurrency, "ceilings": ceilings_source(setup.gpu, setup.rates),
+        "unproven": unproven_note(setup), **asdict(prediction),
     }  # fmt: skip

@@ -7,15 +7,17 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.cli.recipe_row import resolve_row
 from llmb.config.load_settings import parse_slo
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
+from llmb.perfmodel.serving_time.serving_constants import parse_engine
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings, serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
-from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.setup_fields import parse_scales
 from llmb.perfmodel.tune.serving_search import ServingCandidate, ServingSearch, search_serving
 from llmb.perfmodel.tune.serving_space import SERVING_DIMENSIONS
@@ -95,7 +97,9 @@ def _start(
     config, listed = resolve_row(chosen)
     if not isinstance(config.workload, Inference):
         raise ConfigError(f"{config.target} is not an inference workload; leave out --task serve")
-    setup = serving_setup_of(config, options.engine or "native")
+    engine = parse_engine(options.engine or "native")
+    rates = stored_rates(config.machine.gpu, engine == "native", config.precision.dtype)
+    setup = serving_setup_of(config, engine, rates)
     lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
     setup = replace(setup, **lengths)
     gpus = _one_scale(parse_scales(options.scale)) if options.scale else listed[0]
@@ -107,11 +111,15 @@ def _model_run(options: argparse.Namespace, settings: list[str]) -> tuple[Servin
     if missing:
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise ConfigError(f"--model with --task serve needs {flags}; GPU types are: {', '.join(FABRICS)}")
-    gpu = options.gpu_type.lower()
-    device(gpu)
-    shape, dtype, engine = served_shape(options.model), (options.dtype or "bf16").lower(), options.engine or "vllm"
+    gpu = gpu_name(options.gpu_type)
+    shape, dtype, engine = (
+        served_shape(options.model),
+        (options.dtype or "bf16").lower(),
+        parse_engine(options.engine or "vllm"),
+    )
     lengths, values = (options.isl, options.osl), parse_serving_settings(settings)
-    base = build_serving_setup(shape, gpu, dtype, engine, lengths, 1, values)
+    rates = stored_rates(gpu, engine == "native", dtype)
+    base = build_serving_setup(shape, gpu, dtype, engine, lengths, 1, values, rates)
     return base, _one_scale(parse_scales(options.scale))
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.cli.recipe_row import resolve_row
 from llmb.cli.run_options import load_recipes
 from llmb.cli.tune.measured_layouts import machine_for, measure_layouts
@@ -15,7 +16,7 @@ from llmb.config.run_list import split_target
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import GIB, with_article
-from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.setup_fields import build_setup, parse_scales, parse_settings, scaled
 from llmb.perfmodel.step_time.step_constants import ENGINES
 from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
@@ -36,8 +37,8 @@ def tune_training(options: argparse.Namespace) -> int:
     fixed, settings = split_settings(options.set)
     engine, settings = _engine(settings)
     config, setup = _recipe_run(options, settings) if options.workload else (None, _model_run(options, settings))
-    if engine is not None:
-        setup = replace(setup, engine=engine)
+    setup = replace(setup, engine=engine or setup.engine)
+    setup = replace(setup, rates=stored_rates(setup.gpu, setup.engine == "native", setup.dtype))
     start = time.perf_counter()
     search = _search(options, setup, fixed, config)
     if not search.candidates:
@@ -83,8 +84,8 @@ def _model_run(options: argparse.Namespace, settings: list[str]) -> StepSetup:
     if options.gpu_type is None or options.scale is None:
         raise ConfigError(f"--model needs --gpu-type ({', '.join(FABRICS)}) and --scale, a number of GPUs")
     shape = find_or_read_shape(options.model)
-    gpu, gpus = options.gpu_type.lower(), _one_scale(parse_scales(options.scale))
-    device(gpu)
+    gpu, gpus = gpu_name(options.gpu_type), _one_scale(parse_scales(options.scale))
+    stored_rates(gpu, native=False)
     values = {"gbs": gpus, **parse_settings(settings)}
     # Any layout will do to start from whose replicas divide the batch.
     values["cp"] = next(ranks for ranks in divisors(gpus) if values["gbs"] % (gpus // ranks) == 0)

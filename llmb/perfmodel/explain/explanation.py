@@ -16,7 +16,7 @@ from llmb.perfmodel.params import active_parameters
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
-from llmb.perfmodel.step_time.predictor import predict
+from llmb.perfmodel.step_time.predictor import predict, run_model
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 # Kind of work, as the profiler of a run names it -> terms of the predictor. Recompute counts as matrix products.
@@ -85,9 +85,11 @@ def verdict_of(limits: list[Limit]) -> Verdict:
 
 
 def step_amount(setup: StepSetup) -> StepAmount:
-    """Return the work of a described step."""
+    """Return the work of a described step: of the layers that ran, with attention inside packed documents only."""
+    model = run_model(replace(setup, shape=replace(setup.shape, mtp_depth=0)))
+    seqlen = min(setup.document_tokens or setup.seqlen, setup.seqlen)
     return StepAmount(
-        model=setup.shape.model, seqlen=setup.seqlen, sequences=setup.gbs, gpus=setup.gpus, gpu=setup.gpu,
+        model=model, seqlen=seqlen, sequences=setup.gbs * setup.seqlen / seqlen, gpus=setup.gpus, gpu=setup.gpu,
         dtype=setup.peak_dtype, frozen=setup.task == "lora",
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from llmb.perfmodel.chip_limits import BURST, SUSTAINED, Limit, StepAmount, training_limits
+from llmb.perfmodel.chip_limits import BURST, SPREAD, SUSTAINED, Limit, StepAmount, training_limits
 from llmb.perfmodel.hardware import GPUS
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
@@ -89,7 +89,7 @@ def _training_causes(amount: StepAmount, step_time_s: float, micro_batches: int)
 def _common(gpu: str, dtype: str, limits: list[Limit], on: Callable[[str, str], list[Limit]]) -> Iterator[str]:
     """Yield causes in the hardware: another dtype, a burst at higher clocks, another GPU."""
     compute = next((limit for limit in limits if limit.name == "compute"), None)
-    if compute is not None and 1 < compute.fraction <= BURST[dtype] / SUSTAINED[dtype]:
+    if compute is not None and 1 < compute.fraction <= BURST[dtype] / SUSTAINED[dtype] / SPREAD:
         yield "a short run at clocks that the chip does not sustain, or a chip with a higher power limit"
     for lower in LOWER.get(dtype, ()):
         if lower in GPUS[gpu].peak_flops and holds(on(gpu, lower)):

@@ -79,15 +79,15 @@ def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Pre
 def _serving(config: RunConfig, memory_gib: float, install: Path | None) -> Predicted:
     work, engine = config.workload, SERVING_ENGINES.get(config.engine)
     assert isinstance(work, Inference)
-    rates = measured_rates(config.launch_machine.gpu, install) if install and _is_unfitted(config) else None
+    measurable = install is not None and (engine == "native" or _is_unfitted(config))
+    rates = measured_rates(config.launch_machine.gpu, install) if install and measurable else None
     note = unpredictable(config, rates)
     if engine is None:
         note = "the engine behind the server is not known"
     elif work.rate is not None:
         note = "a request rate is not predicted, only a fixed concurrency"
     try:
-        on = None if rates is None else measured_device(rates)
-        prediction = None if note or engine is None else predict_serving(serving_setup_of(config, engine), on)
+        prediction = None if note or engine is None else predict_serving(serving_setup_of(config, engine, rates))
     except ConfigError as error:
         prediction, note = None, str(error)
     if prediction is None:

@@ -35,6 +35,7 @@ class Rates:
     link_out_gbs: float
     link_both_gbs: float  # per direction, when both are busy
     bus_gbs: float | None = None  # bus bandwidth among the GPUs of a node; null: not measured, or one GPU
+    device_memory_bytes: float | None = None  # as its driver reports it; null: not stored by an older version
     source: str  # when and where measured, or whose figures these are
 
 

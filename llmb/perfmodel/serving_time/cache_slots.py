@@ -23,7 +23,9 @@ def cache_slots(setup: ServingSetup, work: ServingWork) -> int:
     """Return the number of requests that fit, over all attention replicas; none: an error that says what would."""
     memory = gpu(setup.gpu).memory_bytes or setup.gpu_memory_bytes
     if memory is None:
-        raise ConfigError(f"the memory of {with_article(setup.gpu)} is not known")
+        raise ConfigError(
+            f"the memory of {with_article(setup.gpu)} is not known; `llmb-run probe` on a machine with one stores it"
+        )
     free = _cache_bytes(setup, memory, resident_bytes(setup, work) + WORKSPACE)
     slots = int(free / request_bytes(setup, work)) * setup.attention_dp
     if slots < 1:

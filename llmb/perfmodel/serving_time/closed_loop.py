@@ -54,6 +54,7 @@ class LoopTimes:
     queue: Number  # of TTFT: waiting for space in the KV cache
     decode: dict[str, Number]
     prefill: dict[str, Number]  # of one request
+    seconds: float | None = None  # of a whole run, ramp-up and drain included; none: of steady state only
 
 
 def load_of(setup: ServingSetup, work: ServingWork) -> Load:

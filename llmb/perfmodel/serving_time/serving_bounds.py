@@ -8,12 +8,13 @@ Both are lower bounds of the work: mixed steps may overlap them, so each must ho
 from dataclasses import dataclass
 
 from llmb.perfmodel.block_costs import block_stack
-from llmb.perfmodel.chip_limits import Limit, compute_limit, sustained_bandwidth
+from llmb.perfmodel.chip_limits import Ceiling, Limit, bandwidth_ceiling, compute_limit
 from llmb.perfmodel.hardware import GB
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import ServingWork, serving_work
 
 MS = 1e3
+L2_BYTES = 128 * 2**20  # the largest L2 cache of the GPUs in the table: B200, 126 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ def _compute(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
 
 def _bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     """Limit of decode steps: the KV cache for every token, the weights once for all requests that run at once."""
-    limit = sustained_bandwidth(setup.gpu)
-    if limit is None:
+    ceiling = bandwidth_ceiling(setup.gpu)
+    if ceiling is None:
         return None
     work, replicas = serving_work(setup), setup.attention_dp
     tokens = figures.output_tokens_per_s / replicas
@@ -59,18 +60,22 @@ def _bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     context = (setup.isl + setup.osl / 2) * setup.length_ratio
     cache = context * work.kv_bytes + min(context, work.window) * work.window_kv_bytes
     needed = tokens / setup.emitted * (cache + _step_weights(work) / batch) / setup.pp
-    return Limit(name="HBM bandwidth", needed=needed / GB, limit=limit / GB, unit="GB/s/GPU")
+    return _hbm("HBM bandwidth", needed, ceiling)
 
 
 def _decode_bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     """Limit of the time per output token: a decode step reads the weights, and the caches of all that decode."""
-    limit = sustained_bandwidth(setup.gpu)
-    if limit is None or figures.latency_ms is None:
+    ceiling = bandwidth_ceiling(setup.gpu)
+    if ceiling is None or figures.latency_ms is None:
         return None
     ttft_ms, tpot_ms = figures.latency_ms
     e2e_s = (ttft_ms + (setup.osl - 1) * tpot_ms) / MS
     needed = _decode_bytes(setup, serving_work(setup), e2e_s, tpot_ms) / (tpot_ms * setup.emitted / MS)
-    return Limit(name="HBM bandwidth of a decode step", needed=needed / GB, limit=limit / GB, unit="GB/s/GPU")
+    return _hbm("HBM bandwidth of a decode step", needed, ceiling)
+
+
+def _hbm(name: str, needed: float, ceiling: Ceiling) -> Limit:
+    return Limit(name=name, needed=needed / GB, limit=ceiling.rate / GB, unit="GB/s/GPU", basis=ceiling.basis)
 
 
 def _decode_bytes(setup: ServingSetup, work: ServingWork, e2e_s: float, tpot_ms: float) -> float:
@@ -81,5 +86,9 @@ def _decode_bytes(setup: ServingSetup, work: ServingWork, e2e_s: float, tpot_ms:
 
 
 def _step_weights(work: ServingWork) -> float:
-    """Return the weights that a rank reads in a step at the least: of experts, those of one token."""
-    return work.low_bytes + work.high_bytes + work.head_bytes + work.expert_bytes * work.routed
+    """Return the weights that a rank reads from HBM in a step at the least: of experts, those of one token.
+
+    A part may still lie in the L2 cache.
+    """
+    weights = work.low_bytes + work.high_bytes + work.head_bytes + work.expert_bytes * work.routed
+    return max(0.0, weights - L2_BYTES)

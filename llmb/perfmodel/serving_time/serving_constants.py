@@ -16,6 +16,14 @@ ENGINES: dict[str, tuple[int, ...] | None] = {
 }
 
 
+ALIASES = {"tensorrt-llm": "trtllm", "tensorrt_llm": "trtllm", "trt-llm": "trtllm"}
+
+
+def parse_engine(text: str) -> str:
+    """Return an engine by its name or the name of its project."""
+    return ALIASES.get(text.strip().lower(), text.strip().lower())
+
+
 def engine_generation(engine: str, version: str) -> str:
     """Return the engine with its year: vllm 0.11.2 -> vllm_2025; without a version the newest."""
     first = ENGINES[engine]

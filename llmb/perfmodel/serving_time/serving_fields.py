@@ -7,6 +7,7 @@ from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import memory_bytes
 from llmb.perfmodel.model_catalog import ModelShape, run_shape
+from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.serving_time.serving_rows import DEFAULT_TOKENS, DTYPES, default_kv_dtype
 from llmb.perfmodel.serving_time.serving_setup import FRACTIONS, KV_DTYPES, WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
@@ -50,6 +51,7 @@ def build_serving_setup(
     lengths: tuple[int, int],
     concurrency: int,
     values: dict[str, Any],
+    rates: Rates | None = None,
 ) -> ServingSetup:
     """Return the description of any model and layout; experts are split by moe_tp unless ep is given."""
     if dtype not in DTYPES:
@@ -66,6 +68,7 @@ def build_serving_setup(
             fields["ep"] = max(1, ranks // values["moe_tp"])
     return ServingSetup(
         shape=shape, gpu=gpu, dtype=dtype, engine=engine, isl=lengths[0], osl=lengths[1], concurrency=concurrency,
+        rates=rates, gpu_memory_bytes=rates.device_memory_bytes if rates and gpu not in FABRICS else None,
         **(fields | values),
     )  # fmt: skip
 
@@ -82,8 +85,8 @@ def parse_concurrencies(text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def serving_setup_of(config: RunConfig, engine: str = "native") -> ServingSetup:
-    """Return the description of a resolved inference run."""
+def serving_setup_of(config: RunConfig, engine: str = "native", rates: Rates | None = None) -> ServingSetup:
+    """Return the description of a resolved inference run; `rates`: measured by `probe`."""
     work = config.workload
     if not isinstance(work, Inference):
         raise ConfigError(f"{config.name} is not an inference run; leave out --task serve")
@@ -110,5 +113,6 @@ def serving_setup_of(config: RunConfig, engine: str = "native") -> ServingSetup:
         max_batch_size=work.max_batch_size,
         memory_fraction=work.kv_fraction,
         waves=max(1, min(WAVES, work.num_requests // work.concurrency)),
+        rates=rates,
         gpu_memory_bytes=None if config.machine.gpu in FABRICS else memory_bytes(config.machine),
     )

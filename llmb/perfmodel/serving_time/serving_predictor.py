@@ -7,17 +7,21 @@ predict_serving(setup).interval_80["tpot_ms"]      -> (shortest, longest)
 import math
 from dataclasses import dataclass
 
-from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.hardware import GIB, with_article
 from llmb.perfmodel.serving_time.cache_slots import memory_bytes_of
 from llmb.perfmodel.serving_time.closed_loop import Load, LoopTimes, load_of, loop_times
+from llmb.perfmodel.serving_time.native_step import NativeStep
+from llmb.perfmodel.serving_time.scheduled_run import run_times
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_interval
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import serving_rates
 from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.fitted_constants import Constants
+from llmb.perfmodel.step_time.measured_device import measured_device
 
 MS = 1e3
+NATIVE_GPUS = ("h200",)  # on which bench/RESULTS.md measured the native engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +42,17 @@ class ServingPrediction:
 def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants | None = None) -> ServingPrediction:
     """Predict a serving benchmark, on a GPU of the table or one with what-if changes."""
     c = c or calibrated_serving()
-    on = on or device(setup.gpu)
+    on = on or serving_device(setup)
     work = serving_work(setup)
     load = load_of(setup, work)
-    times = loop_times(work, load, serving_rates(setup, on, c), c["queue"])
+    rates = serving_rates(setup, on, c)
+    if setup.engine == "native":
+        times = run_times(NativeStep.of(setup, work, rates, on, c), int(load.slots), c)
+    else:
+        times = loop_times(work, load, rates, c["queue"])
     ttft, tpot = float(times.ttft), float(times.tpot)
     e2e = ttft + (setup.osl - 1) * tpot
-    rate = float(load.slots) * setup.osl / (e2e - float(times.queue))
+    rate = _output_rate(setup, load, times, e2e)
     values = {
         "ttft_ms": ttft * MS, "tpot_ms": tpot * MS, "e2e_ms": e2e * MS, "output_tokens_per_s": rate,
         "output_tokens_per_s_per_gpu": rate / setup.gpus,
@@ -56,6 +64,18 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
         interval_80={name: _interval(setup, name, value) for name, value in values.items()},
         terms=_terms(load, times),
     )
+
+
+def serving_device(setup: ServingSetup) -> Device:
+    """Return the GPU of a setup: as `probe` measured it, or else of the table."""
+    return device(setup.gpu) if setup.rates is None else measured_device(setup.rates)
+
+
+def _output_rate(setup: ServingSetup, load: Load, times: LoopTimes, e2e: float) -> float:
+    """Return output tokens/s of a whole run; where only the steady state is known, of requests that always run."""
+    if times.seconds is not None:
+        return setup.waves * setup.concurrency * setup.osl / times.seconds
+    return float(load.slots) * setup.osl / (e2e - float(times.queue))
 
 
 def _terms(load: Load, times: LoopTimes) -> dict[str, dict[str, float]]:
@@ -77,10 +97,21 @@ def serving_class(setup: ServingSetup) -> str:
 
 def log_half_width(setup: ServingSetup, metric: str) -> float:
     """Return half the width of the 80 % interval in log space; wider for a GPU without published rows."""
-    data = serving_interval()
-    unseen = 1.0 if setup.gpu in data["gpus"] else float(data["unseen_gpu"])
+    widths = serving_interval()["half_width" if unproven_note(setup) is None else "unseen_half_width"]
     kind = {"ttft_ms": "ttft", "tpot_ms": "tpot"}.get(metric, "e2e")
-    return float(data["half_width"][serving_class(setup)][kind]) * unseen
+    return float(widths[serving_class(setup)][kind])
+
+
+def unproven_note(setup: ServingSetup) -> str | None:
+    """Return why a prediction is unproven on its GPU; None: measurements of the engine on it were compared."""
+    gpus = NATIVE_GPUS if setup.engine == "native" else serving_interval()["gpus"]
+    if setup.gpu in gpus:
+        return None
+    engine = "this engine" if setup.engine == "native" else "any engine"
+    return (
+        f"unproven: no measured TTFT or TPOT of {engine} on {with_article(setup.gpu)} was compared, only on "
+        f"{', '.join(gpus)}; the interval is that of GPUs left out of the fit, widened"
+    )
 
 
 def _interval(setup: ServingSetup, name: str, value: float) -> tuple[float, float]:

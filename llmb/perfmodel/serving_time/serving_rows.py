@@ -10,10 +10,11 @@ ttft_ms and tpot_ms may be empty.
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmb.errors import ConfigError, LlmbError
 from llmb.perfmodel.model_catalog import ModelShape, find_model
-from llmb.perfmodel.serving_time.serving_constants import ENGINES
+from llmb.perfmodel.serving_time.serving_constants import ENGINES, parse_engine
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
 from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
@@ -78,12 +79,13 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
     for name in ("model", "backend", "system", "isl", "osl", "concurrency"):
         if not cells.get(name):
             raise ConfigError(f"no {name}")
-    if cells["backend"] not in ENGINES:
+    engine = parse_engine(cells["backend"])
+    if engine not in ENGINES:
         raise ConfigError(f"engine {cells['backend']} is not modelled")
     shape, gpu = find_served_model(cells["model"]), cells["system"].removesuffix("_sxm")
     if cells.get("precision", "") not in DTYPES:
         raise ConfigError(f"precision {cells['precision']} is not modelled")
-    engine, dtype = cells["backend"], DTYPES[cells.get("precision", "")]
+    dtype = DTYPES[cells.get("precision", "")]
     if shape.checkpoint == "nvfp4" and dtype == "fp8":  # named after its activations or its KV cache
         dtype = "nvfp4"
     tp, attention_dp, ep, moe_tp = _layout(cells, shape)
@@ -113,7 +115,7 @@ def _is_recipe(cells: dict[str, str]) -> bool:
     return bool(cells.get("attention_dp")) and all(_optional(cells, name) in RECIPE_LENGTHS for name in ("isl", "osl"))
 
 
-def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, int]:
+def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, Any]:
     """Return engine settings that no column tells: given ones, or those of the published recipes.
 
     TensorRT-LLM's token budget with MLA holds one prompt and the decodes, and one release speculates; with attention_dp

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.serving_time.serving_constants import ENGINES, engine_generation
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 
@@ -48,6 +49,7 @@ class ServingSetup:
     receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
     waves: int = WAVES  # requests per client: the first ones arrive together
     gpu_memory_bytes: float | None = None  # as the driver reports it, of a GPU without fitted efficiencies
+    rates: Rates | None = None  # measured by `probe`: of engine native, or of a GPU without fitted efficiencies
 
     def __post_init__(self) -> None:
         for name in (*COUNTS, "receive_interval", "waves"):
@@ -55,7 +57,7 @@ class ServingSetup:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number, 1 or more, got {value!r}")
         for title, value, choices in (
-            ("GPU type", self.gpu, FABRICS if self.gpu_memory_bytes is None else [self.gpu]),
+            ("GPU type", self.gpu, FABRICS if self.gpu_memory_bytes is None and self.rates is None else [self.gpu]),
             ("dtype", self.dtype, DTYPES), ("kv_dtype", self.kv_dtype, KV_DTYPES),
             ("engine", self.engine, ENGINES),
         ):  # fmt: skip

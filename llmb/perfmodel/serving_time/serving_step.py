@@ -16,6 +16,7 @@ TERMS = ("gemm", "experts", "attention", "memory_bound", "communication", "launc
 NORM = 4
 # Rows of an expert that are lost to its tiles and to filling them, by the number of its tokens.
 LEAST_PADDING, MOST_PADDING = 16, 128
+EVEN = 0.01  # variance of the popularity of experts with random weights, which the native engine benchmarks
 
 # Family of a GPU -> that of its constants: there is no published row of the others.
 FAMILIES = {"ampere": "hopper", "hopper": "hopper", "blackwell": "blackwell", "blackwell-ultra": "blackwell"}
@@ -37,6 +38,7 @@ class ServingRates:
     kv_read: Number
     attention: Number
     memory: Number
+    ramp: Number  # of a GEMM that reading its weights bounds
     link: Number
     reduce: Number
     ring: Number
@@ -52,6 +54,7 @@ class ServingRates:
 def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates:
     """Return the rates of a setup."""
     family, peaks = FAMILIES[on.fabric.family], on.gpu.peak_flops
+    native = "_native" if setup.engine == "native" else ""
     clock = on.fabric.clock
     bf16 = peaks["bf16"] * c[f"gemm_bf16_{family}"] * clock
     low = {
@@ -65,8 +68,8 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
     read = bandwidth * c[f"read_{family}"]
     low_read = read * (c["read_4bit"] if setup.dtype == "nvfp4" else 1.0)
     generation, ranks = setup.generation, setup.tp * setup.attention_dp
-    old, native = generation.endswith("2025"), "_native" if setup.engine == "native" else ""
-    kernel = c[f"kernel_{family}"] * (c["kernels_2025"] if old else c["kernels_native"] if native else 1.0)
+    old = generation.endswith("2025")
+    kernel = c[f"kernel_{family}"] * (c["kernels_2025"] if old else 1.0)
     return ServingRates(
         low=low,
         high=bf16,
@@ -75,13 +78,14 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         low_read=low_read,
         high_read=read,
         expert_read=read * c["experts_read"] / (1.0 + c["ep_imbalance"] * (1 - 1 / setup.ep)),
-        kv_read=bandwidth * c["kv_read"] * (c["mla_read"] if setup.shape.model.mla else 1.0),
+        kv_read=bandwidth * c[f"kv_read{native}"] * (c["mla_read"] if setup.shape.model.mla else 1.0),
         attention=peaks["bf16"] * c[f"attention_{family}"] * clock,
         memory=bandwidth * c["memory"],
+        ramp=c["ramp_native"] if native else 0.0,
         link=(on.link_bandwidth if ranks <= on.fabric.link_domain else on.network) * c["link"],
         reduce=c["reduce"],
         ring=c["ring"],
-        skew=c["routing_skew"],
+        skew=EVEN if native else c["routing_skew"],
         kernel=kernel,
         expert_kernel=kernel * (c["expert_kernels_2025"] - 1) if old else 0.0,
         eager=c[f"eager{native}"],
@@ -121,21 +125,24 @@ def step_seconds(
     context: Number,
     pairs: Number = 0.0,
     window_pairs: Number = 0.0,
+    rows: Number | None = None,
 ) -> dict[str, Number]:
     """Return the seconds of a step by kind.
 
     `tokens`: of this replica; `all_tokens`: of all replicas; `sampled`: tokens whose logits are needed; `decodes`:
-    requests in decode with `context` cached tokens each; `pairs`: (query, key) pairs of prefill.
+    requests in decode with `context` cached tokens each; `pairs`: (query, key) pairs of prefill; `rows`: of dense GEMMs
+    where padding to tiles is known.
     """
+    rows = tokens if rows is None else rows
     active = active_experts(work.routed, all_tokens, r.skew)
-    rows = work.routed * all_tokens / _positive(active)  # of an active expert
-    padding = _smaller(LEAST_PADDING + rows / 2, MOST_PADDING)
+    routed_rows = work.routed * all_tokens / _positive(active)  # of an active expert
+    padding = _smaller(LEAST_PADDING + routed_rows / 2, MOST_PADDING)
     expert_rows = work.expert_macs * (all_tokens + padding * active / _positive(work.routed))
     cached = decodes * (context * work.kv_bytes + _smaller(context, work.window) * work.window_kv_bytes)
     return {
-        "gemm": longer(work.low_bytes / r.low_read, 2 * work.low_macs * tokens / r.low)
-        + longer(work.high_bytes / r.high_read, 2 * work.high_macs * tokens / r.high)
-        + longer(work.head_bytes / r.high_read, 2 * work.head_macs * sampled / r.head),
+        "gemm": longer(work.low_bytes / r.low_read + work.low_gemms * r.ramp, 2 * work.low_macs * rows / r.low)
+        + longer(work.high_bytes / r.high_read + work.high_gemms * r.ramp, 2 * work.high_macs * rows / r.high)
+        + longer(work.head_bytes / r.high_read + r.ramp, 2 * work.head_macs * sampled / r.head),
         "experts": longer(work.expert_bytes * active / r.expert_read, 2 * expert_rows / r.expert),
         "attention": longer(
             (cached + decodes * work.state_bytes) / r.kv_read, 2 * decodes * context * work.kv_macs / r.attention

@@ -18,6 +18,7 @@ BF16 = BYTES["bf16"]
 # activation, add. mamba: norm, in, convolution, scan, gate, out.
 KERNELS = {"attention": 6, "mla": 14, "mlp": 4, "experts": 9, "mamba": 6}
 SHARED_KERNELS = 4
+SKINNY_BLOCKS = ("attention", "mlp")  # of which the native engine fuses all but GEMMs and attention, for few tokens
 QUANTIZED_GEMMS = {"attention": 2, "mla": 4, "mlp": 2, "experts": 2, "mamba": 2}
 # Kernels per quantized input: fp8 with static scales is fused with the norm or activation before it.
 QUANTIZE = {"bf16": 0.0, "fp8": 0.5, "nvfp4": 1.0}
@@ -29,8 +30,10 @@ class ServingWork:
 
     low_bytes: float = 0.0  # weights in the run's dtype, read in every step
     low_macs: float = 0.0  # per token
+    low_gemms: float = 0.0  # dense ones
     high_bytes: float = 0.0  # weights left in bf16
     high_macs: float = 0.0
+    high_gemms: float = 0.0
     head_bytes: float = 0.0
     head_macs: float = 0.0  # per sampled token
     expert_bytes: float = 0.0  # of all local routed experts
@@ -49,6 +52,7 @@ class ServingWork:
     ring_bytes: float = 0.0  # the same in a ring
     kernels: float = 0.0
     expert_kernels: float = 0.0  # of these, in blocks with experts
+    fused_kernels: float = 0.0  # of these, in blocks that skinny GEMMs fuse
 
     @property
     def weight_bytes(self) -> float:
@@ -87,11 +91,13 @@ def four_bit_experts_only(setup: ServingSetup) -> bool:
 def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -> dict[str, float]:
     model, tp = setup.shape.model, setup.tp
     dense = _dense_on_rank(model, kind, block, tp)
-    counts: dict[str, float] = {"high_macs": float(block.router_weights)}
+    counts: dict[str, float] = {"high_macs": float(block.router_weights), "high_gemms": float(kind == "experts")}
+    gemms = 0.0 if kind == "experts" and not dense else float(QUANTIZED_GEMMS[kind])
     if kind in ("attention", "mla") and four_bit_experts_only(setup):
         counts["high_macs"] += dense
+        counts["high_gemms"] += gemms
     else:
-        counts |= {"low_macs": dense, "low_bytes": dense * bytes_low}
+        counts |= {"low_macs": dense, "low_bytes": dense * bytes_low, "low_gemms": gemms}
     counts["high_bytes"] = counts["high_macs"] * BF16
     if kind in ("attention", "mla"):
         value_bytes = BYTES[setup.kv_dtype]
@@ -114,6 +120,7 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
     counts["kernels"] = KERNELS[kind] + (0.0 if plain else QUANTIZED_GEMMS[kind] * QUANTIZE[setup.dtype])
     if kind == "experts" and model.experts and model.experts.shared:
         counts["kernels"] += SHARED_KERNELS + QUANTIZE[setup.dtype]
+    counts["fused_kernels"] = counts["kernels"] if kind in SKINNY_BLOCKS else 0.0
     counts["expert_kernels"] = counts["kernels"] if kind == "experts" else 0.0
     if kind == "experts" and setup.attention_dp > 1:
         counts["reduces"] = 2.0

@@ -46,7 +46,7 @@ def device(key: str) -> Device:
     if key in GPUS and key not in FABRICS and key != "cpu":
         raise ConfigError(
             f"{key}: what its family sustains of its peaks is not known, so its data sheet predicts nothing; on such a "
-            "machine `llmb-run probe` measures it, and `llmb-run show -w W` predicts; "
+            "machine `llmb-run probe` measures it, and predictions use that; "
             f"GPU types are: {', '.join(FABRICS)}"
         )
     if key not in FABRICS:

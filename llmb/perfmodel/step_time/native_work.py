@@ -16,7 +16,7 @@ from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.offload.machine_rates import H200, known_rates
 from llmb.perfmodel.offload.task_durations import causal_rate
 from llmb.perfmodel.shards import recomputed_macs_per_token
-from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import BACKWARD_ATTENTION, BlockWork, RankWork
 
@@ -99,7 +99,7 @@ def native_rates(setup: StepSetup, on: Device, power_gain: float = 1.0) -> dict[
 
 def _chip_speed(setup: StepSetup, on: Device) -> tuple[float, float]:
     """Return compute and memory rates of this chip against those that its type is known to have."""
-    if setup.rates is None:
+    if setup.rates is None or on.key not in FABRICS:  # then the device consists of the rates
         return 1.0, 1.0
     usual = known_rates(on.key)
     return setup.rates.matmul_tflops / usual.matmul_tflops, setup.rates.memory_gbs / usual.memory_gbs

@@ -11,7 +11,7 @@ from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Tra
 from llmb.perfmodel.flops import flops_breakdown
 from llmb.perfmodel.hardware import GB, GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
-from llmb.perfmodel.step_time.cluster_fabric import Device, device
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.native_work import native_constants, native_interval
 from llmb.perfmodel.step_time.saved_activations import saved_fraction
@@ -27,7 +27,7 @@ class StepPrediction:
     step_time_s: float
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float  # model FLOPs, causal attention, without recompute
-    mfu: float  # against the dense peak of the run's dtype
+    mfu: float | None  # against the dense peak of the run's dtype; null: only measured rates of the GPU are known
     memory_gib: float  # estimate for the fullest GPU
     interval_80: tuple[float, float]  # of the step time, in seconds
     terms: dict[str, float]  # seconds
@@ -46,7 +46,7 @@ def predict(
         step_time_s=seconds,
         tokens_per_s_per_gpu=setup.gbs * setup.seqlen / seconds / setup.gpus,
         tflops_per_gpu=rate / 1e12,
-        mfu=rate / peak_flops(step),
+        mfu=rate / peak_flops(step) if step.device.key in FABRICS else None,
         memory_gib=step_memory(setup).total / GIB if memory_gib is None else memory_gib,
         interval_80=(seconds * math.exp(-half_width), seconds * math.exp(half_width)),
         terms=terms,
@@ -58,7 +58,7 @@ def constants_of(setup: StepSetup) -> Constants:
     if setup.engine != NATIVE:
         return calibrated()
     constants = calibrated() | native_constants("replaced")
-    measured = setup.rates.bus_gbs if setup.rates is not None else None
+    measured = setup.rates.bus_gbs if setup.rates is not None and setup.gpu in FABRICS else None
     return constants if measured is None else constants | {"link": measured * GB / device(setup.gpu).link_bandwidth}
 
 
@@ -95,7 +95,7 @@ def log_half_width(setup: StepSetup) -> float:
     return float(data["half_width"][interval_class(setup)]) * unseen
 
 
-def _with_layers(setup: StepSetup) -> Model:
+def run_model(setup: StepSetup) -> Model:
     """Return the model with the layers of the run, MTP's included; dense layers of a mixture shrink with them."""
     model, added = setup.shape.model, setup.shape.mtp_layers
     layers = setup.layer_count + added
@@ -125,7 +125,7 @@ def run_config(setup: StepSetup) -> RunConfig:
         size="",
         engine="native" if setup.engine == NATIVE else "megatron_bridge",
         machine=Machine(gpu=setup.gpu, gpus=setup.gpus, gpus_per_node=gpu(setup.gpu).gpus_per_node),
-        model=_with_layers(setup),
+        model=run_model(setup),
         parallel=Parallel(
             dp=setup.dp, fsdp=split.fsdp, tp=split.tp, pp=split.pp, cp=split.cp, ep=split.ep, etp=split.etp, vp=split.vp
         ),

@@ -8,7 +8,7 @@ from typing import Any
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
-from llmb.perfmodel.step_time.cluster_fabric import Device, device
+from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.step_constants import ENGINES
 from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, StepSetup, parse_dtype
 
@@ -110,9 +110,8 @@ def scaled(setup: StepSetup, gpus: int) -> StepSetup:
     return replace(setup, gpus=gpus, gbs=setup.gbs * gpus // setup.gpus)
 
 
-def changed_device(gpu: str, text: str) -> Device:
+def changed_device(on: Device, text: str) -> Device:
     """Return a GPU with changes such as `gpu.hbm_bw=2x,network=0.5x`."""
-    on = device(gpu)
     for change in text.split(","):
         name, _, value = change.strip().partition("=")
         if name not in CHANGES:

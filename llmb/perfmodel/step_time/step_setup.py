@@ -8,6 +8,7 @@ from typing import Literal
 
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel.hardware import gpu
 from llmb.perfmodel.model_catalog import ModelShape, run_shape
 from llmb.perfmodel.offload.machine_rates import Rates as MachineRates
 from llmb.perfmodel.step_time.native_formats import NativeFormats, native_formats
@@ -53,7 +54,7 @@ class StepSetup:
     document_tokens: int | None = None  # of packed sequences, within which tokens attend; none: one document
     watts: float | None = None  # power limit of the GPU; none: its nominal one
     formats: NativeFormats = field(default_factory=NativeFormats)  # engine native: of the training state
-    rates: MachineRates | None = None  # engine native: measured by `probe`; none: known ones of the GPU
+    rates: MachineRates | None = None  # measured by `probe`: of engine native, or of a GPU without fitted efficiencies
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seqlen", "mbs", "gbs"):
@@ -80,6 +81,11 @@ class StepSetup:
     def peak_dtype(self) -> str:
         """Data type whose peak the GEMMs are measured against."""
         return self.dtype.partition("-")[0]
+
+    @property
+    def gpu_memory_bytes(self) -> float | None:
+        """Memory of one GPU; None: neither listed nor measured."""
+        return gpu(self.gpu).memory_bytes or (self.rates.device_memory_bytes if self.rates else None)
 
     @property
     def dp(self) -> int:

@@ -9,9 +9,10 @@ slowest rank, and idles for (pp - 1) / vp more; data-parallel communication hide
 import math
 from dataclasses import dataclass
 
-from llmb.perfmodel.step_time.cluster_fabric import Device, device
+from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.collective_time import RankTraffic, Transfer, rank_traffic
 from llmb.perfmodel.step_time.fitted_constants import Constants
+from llmb.perfmodel.step_time.measured_device import device_of
 from llmb.perfmodel.step_time.native_work import explicit_recompute, is_explicit, native_rates, native_work
 from llmb.perfmodel.step_time.saved_activations import offloaded_bytes
 from llmb.perfmodel.step_time.step_constants import ENGINES
@@ -56,7 +57,7 @@ class Rates:
 
 def step_work(setup: StepSetup, on: Device | None = None) -> StepWork:
     """Return the work of a step, on a GPU of the table or one with what-if changes."""
-    on = on or device(setup.gpu)
+    on = on or device_of(setup.gpu, setup.rates)
     work = rank_work(setup, on)
     if setup.engine == NATIVE:
         work = native_work(setup, work)

@@ -25,7 +25,7 @@ from typing import Any
 from llmb.config.parallel_layout import check_model, check_sequence, divisors
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
-from llmb.perfmodel.step_time.cluster_fabric import FABRICS
+from llmb.perfmodel.step_time.measured_device import device_of
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 DEGREES = ("tp", "pp", "vp", "cp", "ep", "etp")
@@ -75,7 +75,7 @@ def check_fixed(base: StepSetup, fixed: Fixed) -> None:
 
 def _sequence_splits(base: StepSetup, fixed: Fixed) -> Iterator[tuple[int, int]]:
     """Yield tp and cp."""
-    model, domain = base.shape.model, FABRICS[base.gpu].link_domain
+    model, domain = base.shape.model, device_of(base.gpu, base.rates).fabric.link_domain
     for tp in _values(fixed, "tp", range(1, min(domain, base.gpus) + 1)):
         if base.gpus % tp or not _is_possible(check_model, Parallel(tp=tp), model):
             continue

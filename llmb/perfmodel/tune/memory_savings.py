@@ -38,7 +38,7 @@ class MemoryRoom:
 
 def external_room(setup: StepSetup) -> MemoryRoom:
     """Return the memory of the run's GPU for engines whose memory is only estimated; unlimited where unknown."""
-    capacity = gpu(setup.gpu).memory_bytes
+    capacity = setup.gpu_memory_bytes
     limit = math.inf if capacity is None else USABLE_FRACTION * capacity
     native = setup.engine == "native"  # whose own estimate is exact and takes longer
     return MemoryRoom(

@@ -19,6 +19,7 @@ from llmb.perfmodel.tune.pareto import pareto_set
 from llmb.perfmodel.tune.serving_space import serving_space
 
 MOST_CLIENTS = 1 << 14  # of one engine
+MOST_WAVES = 8  # of a fixed number of clients, after which the drain hardly matters
 PRECISION = 0.03  # of the concurrency at a limit
 Limits = Mapping[str, float]  # ttft_ms, tpot_ms, e2e_ms
 
@@ -94,7 +95,7 @@ def _loads(setup: ServingSetup, limits: Limits, fixed: Mapping[str, Any]) -> Ite
     batch, clients = fixed.get("max_batch_size"), fixed.get("concurrency")
     if clients is not None:
         slots = int(_candidate(setup, clients, MOST_CLIENTS).prediction.batch)
-        for size in (batch,) if batch else _ladder(-(-slots // setup.attention_dp)):
+        for size in (batch,) if batch else _batches(-(-slots // setup.attention_dp), -(-clients // setup.attention_dp)):
             yield _candidate(setup, clients, size)
         return
     before = 0
@@ -105,6 +106,12 @@ def _loads(setup: ServingSetup, limits: Limits, fixed: Mapping[str, Any]) -> Ite
             yield from _bisected(setup, before, count, limits, batch)
             return
         before = count
+
+
+def _batches(most: int, clients: int) -> list[int]:
+    """Return batch sizes to try: a ladder, and those that serve the clients in whole waves, which drain together."""
+    waves = {-(-clients // count) for count in range(1, MOST_WAVES + 1)}
+    return sorted({*_ladder(most), *(size for size in waves if size <= most)})
 
 
 def _ladder(most: int) -> list[int]:

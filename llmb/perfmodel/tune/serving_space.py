@@ -15,7 +15,7 @@ from llmb.config.parallel_layout import check_serving, divisors
 from llmb.config.spec import Model, Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
-from llmb.perfmodel.step_time.cluster_fabric import FABRICS
+from llmb.perfmodel.step_time.measured_device import device_of
 
 BUDGETS = (2048, 4096, 8192, 16384, 32768)  # tokens of an engine step
 SERVING_DIMENSIONS = ("tp", "pp", "ep", "attention_dp", "max_num_tokens", "max_batch_size", "concurrency")
@@ -23,7 +23,7 @@ SERVING_DIMENSIONS = ("tp", "pp", "ep", "attention_dp", "max_num_tokens", "max_b
 
 def serving_space(base: ServingSetup, gpus: int, fixed: Mapping[str, Any]) -> Iterator[ServingSetup]:
     """Yield every layout on a divisor of the GPUs with every token budget."""
-    for layout in serving_layouts(base.shape.model, FABRICS[base.gpu].link_domain, gpus, fixed):
+    for layout in serving_layouts(base.shape.model, device_of(base.gpu, base.rates).fabric.link_domain, gpus, fixed):
         for budget in (fixed["max_num_tokens"],) if "max_num_tokens" in fixed else BUDGETS:
             fields: dict[str, Any] = {"max_num_tokens": budget, "concurrency": 1, **layout}
             yield replace(base, **fields)

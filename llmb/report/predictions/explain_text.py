@@ -17,10 +17,17 @@ def explain_text(explanation: Explanation) -> str:
     parts = [f"{explanation.subject}\n{_verdict(explanation)}"]
     if explanation.limits:
         rows = [
-            (limit.name, number(limit.needed), number(limit.limit), limit.unit, f"{100 * limit.fraction:.1f}")
+            (
+                limit.name,
+                number(limit.needed),
+                number(limit.limit),
+                limit.unit,
+                f"{100 * limit.fraction:.1f}",
+                limit.basis,
+            )
             for limit in explanation.limits
         ]
-        parts.append(render(("limit of the chip", "needed", "sustained", "unit", "% of it"), rows))
+        parts.append(render(("limit of the chip", "needed", "at most", "unit", "% of it", "by"), rows))
     if explanation.causes:
         parts.append("\n".join(["would be possible with:", *(f"- {cause}" for cause in explanation.causes)]))
     if explanation.expected:
@@ -50,7 +57,7 @@ def _verdict(explanation: Explanation) -> str:
     worst = max(explanation.limits, key=lambda limit: limit.fraction)
     where = f"{number(worst.needed)} of {number(worst.limit)} {worst.unit} ({worst.name})"
     if explanation.verdict == "impossible":
-        return f"IMPOSSIBLE as described: it needs {worst.fraction:.2f} times what the chip sustains, {where}"
+        return f"IMPOSSIBLE as described: it needs {worst.fraction:.2f} times what the chip gives at most, {where}"
     return f"possible: at {100 * worst.fraction:.0f} % of the nearest limit, {where}"
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from llmb.perfmodel.hardware import GIB, GPUS
+from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.metrics import days_to_train
+from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.step_time.predictor import StepPrediction
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.report.table import render
@@ -24,7 +25,9 @@ TERA_TOKENS = 1e12
 def describe_prediction(setup: StepSetup, prediction: StepPrediction, base: StepPrediction | None = None) -> str:
     """Return the waterfall and figures of one prediction; `base` is that without what-if changes."""
     seconds = prediction.step_time_s
-    rows = [("model FLOPs at peak", f"{prediction.mfu * seconds:.3f}", f"{100 * prediction.mfu:.1f}", "")]
+    rows = []
+    if prediction.mfu is not None:
+        rows.append(("model FLOPs at peak", f"{prediction.mfu * seconds:.3f}", f"{100 * prediction.mfu:.1f}", ""))
     for name, value in prediction.terms.items():
         if abs(value) >= 5e-4 * seconds:
             bar = "#" * max(0, round(BAR * value / seconds))
@@ -46,13 +49,15 @@ def _title(setup: StepSetup) -> str:
 def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -> list[str]:
     tokens_per_s = p.tokens_per_s_per_gpu * setup.gpus
     low, high = p.interval_80
-    capacity = GPUS[setup.gpu].memory_bytes
+    capacity = setup.gpu_memory_bytes
     limit = f" of {capacity / GIB:.0f}" if capacity else ""
+    mfu = "" if p.mfu is None else f" MFU {100 * p.mfu:.1f} %,"
     lines = [
         f"step time {p.step_time_s:.3f} s, 80 % interval {low:.3f} to {high:.3f} s",
         f"{p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {tokens_per_s:,.0f} tokens/s, "
         f"{days_to_train(TERA_TOKENS, tokens_per_s):,.1f} days per 1T tokens",
-        f"{p.tflops_per_gpu:,.0f} TFLOP/s/GPU, MFU {100 * p.mfu:.1f} %, memory estimate {p.memory_gib:.0f}{limit} GiB",
+        f"{p.tflops_per_gpu:,.0f} TFLOP/s/GPU,{mfu} memory estimate {p.memory_gib:.0f}{limit} GiB",
+        f"ceilings: {ceilings_source(setup.gpu, setup.rates)}",
     ]
     if base is not None:
         change = 100 * (p.step_time_s / base.step_time_s - 1)
@@ -72,6 +77,7 @@ def _curve_row(setup: StepSetup, p: StepPrediction) -> tuple[str, ...]:
     low, high = p.interval_80
     return (
         f"{setup.gpus}", f"{setup.gbs}", f"{p.step_time_s:.3f}", f"{low:.3f}-{high:.3f}",
-        f"{p.tokens_per_s_per_gpu:,.0f}", f"{p.tokens_per_s_per_gpu * setup.gpus:,.0f}", f"{100 * p.mfu:.1f}",
+        f"{p.tokens_per_s_per_gpu:,.0f}", f"{p.tokens_per_s_per_gpu * setup.gpus:,.0f}",
+        "" if p.mfu is None else f"{100 * p.mfu:.1f}",
         f"{TITLES[name]} {100 * exposed[name] / p.step_time_s:.1f} %" if exposed[name] > 0 else "",
     )  # fmt: skip

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from llmb.perfmodel.hardware import GIB, GPUS
-from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction
+from llmb.perfmodel.hardware import GIB, gpu
+from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, unproven_note
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.report.table import render
 
 TITLES = {
@@ -43,11 +44,18 @@ def describe_serving(setup: ServingSetup, p: ServingPrediction, base: ServingPre
             else ""
         ),
         f"batch {p.batch:.0f} of {setup.concurrency} clients, {p.memory_gib:.0f} of {_capacity(setup)} GiB a GPU",
+        f"ceilings: {ceilings_source(setup.gpu, setup.rates)}",
+        *_unproven(setup),
     ]
     if base is not None:
         change = 100 * (p.e2e_ms / base.e2e_ms - 1)
         lines.append(f"without the what-if changes: E2E {base.e2e_ms:,.1f} ms ({change:+.1f} % with them)")
     return "\n".join(lines)
+
+
+def _unproven(setup: ServingSetup) -> list[str]:
+    note = unproven_note(setup)
+    return [] if note is None else [note]
 
 
 def _range(p: ServingPrediction, name: str) -> tuple[str, str]:
@@ -56,7 +64,7 @@ def _range(p: ServingPrediction, name: str) -> tuple[str, str]:
 
 
 def _capacity(setup: ServingSetup) -> str:
-    memory = GPUS[setup.gpu].memory_bytes
+    memory = gpu(setup.gpu).memory_bytes or setup.gpu_memory_bytes
     return f"{memory / GIB:.0f}" if memory else "?"
 
 
@@ -86,4 +94,6 @@ def describe_serving_curve(points: Sequence[tuple[ServingSetup, ServingPredictio
         _title(points[0][0]).rpartition(", concurrency")[0]
         + f", engine {points[0][0].generation}\n\n"
         + render(header, rows)
+        + "\n\n"
+        + "\n".join([f"ceilings: {ceilings_source(points[0][0].gpu, points[0][0].rates)}", *_unproven(points[0][0])])
     )

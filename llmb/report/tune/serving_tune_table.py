@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.tune.serving_reasons import serving_changes, token_changes
 from llmb.perfmodel.tune.serving_search import ServingCandidate, ServingSearch
 from llmb.report.predictions.serving_text import TITLES
@@ -38,7 +39,7 @@ def serving_tune_data(tuned: TunedServing) -> dict[str, Any]:
         "model": setup.shape.model.name, "gpu": setup.gpu, "gpus": search.gpus, "dtype": setup.dtype,
         "kv_dtype": setup.kv_dtype, "engine": setup.engine, "isl": setup.isl, "osl": setup.osl,
         "slo": dict(search.limits), "considered": search.considered, "predicted": search.predicted,
-        "search_s": tuned.seconds,
+        "search_s": tuned.seconds, "ceilings": ceilings_source(setup.gpu, setup.rates),
         "best": _row_data(tuned.best, search),
         "pareto": [_row_data(candidate, search) for candidate in search.pareto],
         "fastest": [_row_data(candidate, search) for candidate in search.candidates[: tuned.top]],
@@ -74,7 +75,8 @@ def serving_tune_text(tuned: TunedServing) -> str:
     counts = (
         f"{search.considered:,} layouts with token budgets at {search.predicted:,} loads{within}; {tuned.seconds:.1f} s"
     )
-    return "\n".join([title, counts, "", render(HEADER, list(_table_rows(tuned))), "", *_reasons(tuned)])
+    ceilings = f"ceilings: {ceilings_source(setup.gpu, setup.rates)}"
+    return "\n".join([title, counts, ceilings, "", render(HEADER, list(_table_rows(tuned))), "", *_reasons(tuned)])
 
 
 def _table_rows(tuned: TunedServing) -> Iterator[tuple[str, ...]]:

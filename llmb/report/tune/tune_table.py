@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmb.perfmodel.hardware import GIB, GPUS
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.step_time.predictor import StepPrediction, predict
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.tune.layout_reasons import layout_fields, setting_changes, term_changes
@@ -57,6 +58,7 @@ def tuned_data(tuned: TunedRun) -> dict[str, Any]:
         "seqlen": setup.seqlen, "gbs": setup.gbs, "engine": setup.engine,
         "considered": search.considered, "fitting": len(search.candidates), "limit_gib": search.limit / GIB,
         "search_s": tuned.seconds,
+        "ceilings": ceilings_source(setup.gpu, setup.rates),
         "best": _row_data(tuned.best),
         "pareto": [_row_data(candidate) for candidate in search.pareto],
         "fastest": [_row_data(candidate) for candidate in search.candidates[: tuned.top]],
@@ -87,11 +89,14 @@ def tuned_text(tuned: TunedRun) -> str:
         f"{setup.shape.model.name}, {setup.dtype}, {setup.gpus} x {setup.gpu}, seqlen {setup.seqlen}, gbs {setup.gbs}, "
         f"engine {setup.engine}"
     )
+    memory = setup.gpu_memory_bytes
+    room = f"fit in {search.limit / GIB:.0f} of {memory / GIB:.0f} GiB" if memory else "whose memory has no known limit"
     counts = (
-        f"{search.considered:,} layouts; {len(search.candidates):,} with their recompute or offload fit in "
-        f"{search.limit / GIB:.0f} of {(GPUS[setup.gpu].memory_bytes or 0) / GIB:.0f} GiB; {tuned.seconds:.1f} s"
+        f"{search.considered:,} layouts; {len(search.candidates):,} with their recompute or offload {room}; "
+        f"{tuned.seconds:.1f} s"
     )
-    parts = [title, counts, "", render(HEADER, list(_table_rows(tuned))), "", *_reasons(tuned)]
+    ceilings = f"ceilings: {ceilings_source(setup.gpu, setup.rates)}"
+    parts = [title, counts, ceilings, "", render(HEADER, list(_table_rows(tuned))), "", *_reasons(tuned)]
     return "\n".join(parts)
 
 
@@ -124,7 +129,8 @@ def _table_row(mark: str, candidate: Candidate, tuned: TunedRun) -> tuple[str, .
     over = "*" if candidate.memory > tuned.search.limit else ""
     return (
         mark, layout_text(setup), f"{setup.mbs}", f"{fields['recompute_layers']}", f"{setup.offload_layers}",
-        f"{p.step_time_s:.3f}", f"{low:.3f}-{high:.3f}", f"{p.tokens_per_s_per_gpu:,.0f}", f"{100 * p.mfu:.1f}",
+        f"{p.step_time_s:.3f}", f"{low:.3f}-{high:.3f}", f"{p.tokens_per_s_per_gpu:,.0f}",
+        "" if p.mfu is None else f"{100 * p.mfu:.1f}",
         f"{candidate.memory / GIB:.0f}{over}", f"{100 * (candidate.seconds / tuned.best.seconds - 1):.1f} %",
     )  # fmt: skip
 

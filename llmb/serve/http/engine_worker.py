@@ -19,6 +19,7 @@ import torch.distributed as dist
 from llmb.config.serialization import build, read_json
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
+from llmb.perfmodel.serving_time.graph_sizes import MAX_MIXED_TOKENS
 from llmb.runtime.engine_process import exit_now
 from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import RankInfo, init_distributed
@@ -34,7 +35,6 @@ from llmb.serve.http.engine_messages import ChannelClosed, EngineChannel, Engine
 from llmb.serve.request import Request, SamplingParams
 from llmb.serve.serve_oom import report_oom
 from llmb.serve.serve_support import device_fallbacks
-from llmb.serve.step_graphs import MAX_MIXED_TOKENS
 from llmb.serve.text.text_tokenizer import eos_tokens
 
 ENGINE_NAME = "llmb.serve.http"

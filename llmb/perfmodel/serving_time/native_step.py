@@ -1,0 +1,112 @@
+"""Seconds of one step of the native engine, whose kernels, CUDA graphs and tiles are known.
+
+    NativeStep.of(setup, work, rates, on, c).terms(decodes=64, context=1500.0)
+
+Steps of one or two tokens run skinny GEMMs on CUDA cores, with norms, activations and residual adds fused into them.
+Others run GEMMs on tensor cores over rows padded to a captured size and then to whole tiles; the ramp of a GEMM (its
+first loads, its last tile) counts where reading weights bounds it.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from llmb.perfmodel.serving_time.graph_sizes import MAX_MIXED_TOKENS, decode_graph_sizes, mixed_graph_tokens
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_step import ServingRates, longer, step_seconds
+from llmb.perfmodel.serving_time.serving_work import ServingWork
+from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.fitted_constants import Constants
+
+SKINNY_TOKENS = 2  # the most that skinny GEMMs take
+CONVERSION = 0.5  # of an fp8 weight to fp32, in multiply-adds
+TILE = 128  # rows of a GEMM tile
+DRAFT_LAYERS = 2  # a multi-token-prediction layer and the LM head, in layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeStep:
+    """Steps of one setup, on one replica."""
+
+    setup: ServingSetup
+    work: ServingWork
+    rates: ServingRates
+    skinny_flops: float
+    skinny_read: float  # bytes/s
+    decode_sizes: list[int]
+    mixed_sizes: list[int]  # none: steps with prefill chunks have no graph
+
+    @classmethod
+    def of(cls, setup: ServingSetup, work: ServingWork, rates: ServingRates, on: Device, c: Constants) -> "NativeStep":
+        """Return the steps of a setup; prefill of MLA and Mamba layers takes sizes from the host."""
+        model = setup.shape.model
+        has_graphs = model.mla is None and not model.blocks.get("mamba")
+        return cls(
+            setup=setup,
+            work=work,
+            rates=rates,
+            skinny_flops=on.fabric.sms * c["skinny_native"],
+            skinny_read=on.memory_bandwidth * c["read_native"],
+            decode_sizes=decode_graph_sizes(setup.max_batch_size),
+            mixed_sizes=mixed_graph_tokens(setup.max_num_tokens) if has_graphs else [],
+        )
+
+    @property
+    def has_skinny(self) -> bool:
+        """Whether skinny GEMMs take the weights: not those of 4 bits, nor those scaled by blocks (DeepSeek)."""
+        model = self.setup.shape.model
+        return self.setup.dtype == "bf16" or (self.setup.dtype == "fp8" and model.mla is None)
+
+    def terms(
+        self, *, decodes: float, context: float, prefill: float = 0.0, prompts: float = 0.0, pairs: float = 0.0,
+        window_pairs: float = 0.0,
+    ) -> dict[str, float]:  # fmt: skip
+        """Return the seconds of a step by kind.
+
+        `context`: cached tokens of a decode, on average; `prefill`: prompt tokens, of which `prompts` sample.
+        """
+        setup, r = self.setup, self.rates
+        tokens = decodes * (1 + setup.draft_tokens) + prefill
+        if not prefill and tokens <= SKINNY_TOKENS and self.has_skinny:
+            return self._skinny(decodes, context, tokens)
+        sampled = decodes * (1 + setup.draft_tokens) + prompts
+        computed = self._padded(decodes, tokens, prefill)
+        replicas = setup.attention_dp
+        terms: dict[str, float] = step_seconds(
+            self.work, r, tokens=computed, all_tokens=computed * replicas, sampled=sampled, decodes=decodes,
+            context=context, pairs=pairs, window_pairs=window_pairs, rows=-(-computed // TILE) * TILE,
+        )  # fmt: skip
+        if prefill and not (self.mixed_sizes and tokens <= MAX_MIXED_TOKENS):
+            # The host launches every kernel, and the GPU waits where that takes longer than its work.
+            launched = sum(terms.values()) - terms["host"]
+            terms["launch"] += longer(launched, self.work.kernels * r.eager) - launched
+        return self._pipelined(terms)
+
+    def _padded(self, decodes: float, tokens: float, prefill: float) -> float:
+        """Return the tokens of the captured step that is replayed."""
+        if not prefill:
+            sizes = self.decode_sizes
+            place = bisect_left(sizes, decodes)
+            return max(tokens, sizes[min(place, len(sizes) - 1)] * (1 + self.setup.draft_tokens))
+        sizes = self.mixed_sizes if tokens <= MAX_MIXED_TOKENS else []
+        return sizes[min(bisect_left(sizes, tokens), len(sizes) - 1)] if sizes else tokens
+
+    def _skinny(self, decodes: float, context: float, tokens: float) -> dict[str, float]:
+        """Return a step of one or two tokens: weights are read, then multiplied on CUDA cores, hardly overlapping."""
+        work, r, fp8 = self.work, self.rates, self.setup.dtype == "fp8"
+        terms: dict[str, float] = step_seconds(
+            work, r, tokens=tokens, all_tokens=tokens * self.setup.attention_dp, sampled=tokens, decodes=decodes,
+            context=context,
+        )  # fmt: skip
+        weights = work.low_bytes + work.high_bytes + work.head_bytes
+        macs = work.low_macs * (tokens + CONVERSION * fp8) + (work.high_macs + work.head_macs) * tokens
+        terms["gemm"] = weights / self.skinny_read + 2 * macs / self.skinny_flops
+        terms["memory_bound"] = 0.0
+        terms["launch"] -= work.fused_kernels * r.kernel  # each starts before the one before it ends
+        return self._pipelined(terms)
+
+    def _pipelined(self, terms: dict[str, float]) -> dict[str, float]:
+        """Return the terms with sends between pipeline stages and with draft tokens."""
+        setup = self.setup
+        terms["communication"] += (setup.pp - 1) * self.rates.ring
+        drafts = 1 + setup.draft_tokens * DRAFT_LAYERS / setup.shape.model.layers
+        return {name: seconds * drafts for name, seconds in terms.items()} if setup.draft_tokens else terms

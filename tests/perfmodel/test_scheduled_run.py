@@ -1,0 +1,108 @@
+"""Runs of the native engine, followed by the rules of its scheduler, and the time of its steps."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.serving_time.native_step import NativeStep
+from llmb.perfmodel.serving_time.scheduled_run import run_times, total
+from llmb.perfmodel.serving_time.serving_constants import calibrated_serving
+from llmb.perfmodel.serving_time.serving_predictor import predict_serving
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_step import serving_rates
+from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.step_time.cluster_fabric import device
+
+LLAMA = ServingSetup(
+    shape=find_model("llama3.1-8b"), gpu="h200", dtype="fp8", kv_dtype="fp8", isl=1000, osl=1000, concurrency=64,
+    engine="native", max_batch_size=1024, waves=2,
+)  # fmt: skip
+
+
+def steps_of(setup, **constants):
+    c, on, work = calibrated_serving() | constants, device(setup.gpu), serving_work(setup)
+    return NativeStep.of(setup, work, serving_rates(setup, on, c), on, c)
+
+
+def step_ms(steps, **fields):
+    return 1e3 * total(steps.terms(**{"context": 1500.0, **fields}))
+
+
+def test_decode_time_jumps_where_gemms_replace_skinny_ones_and_is_flat_until_they_are_bound_by_flops():
+    steps = steps_of(LLAMA)
+    single, pair, four, eight, thirty = (step_ms(steps, decodes=n, context=0.0) for n in (1, 2, 4, 8, 32))
+    assert 0.3 < pair - single < 0.8  # multiply-adds on CUDA cores
+    assert four > 1.2 * pair
+    assert eight == pytest.approx(four, rel=0.01)
+    assert thirty == pytest.approx(four, rel=0.02)
+    assert step_ms(steps, decodes=512, context=0.0) > 2 * four
+
+
+def test_steps_are_padded_to_captured_sizes_and_tiles():
+    steps = steps_of(LLAMA)
+    assert step_ms(steps, decodes=65, context=0.0) < step_ms(steps, decodes=113, context=0.0)  # 80 and 144 rows
+    gemm = {n: steps.terms(decodes=n, context=0.0)["gemm"] for n in (113, 120, 144)}
+    assert gemm[113] == pytest.approx(gemm[120], rel=0.01) == pytest.approx(gemm[144], rel=0.01)
+    assert gemm[113] > 1.15 * steps.terms(decodes=112, context=0.0)["gemm"]  # one tile of rows
+    assert steps_of(replace(LLAMA, max_batch_size=128)).terms(decodes=120, context=0.0)["gemm"] < gemm[120]
+
+
+def test_large_prefill_steps_are_launched_by_the_host_and_never_faster_than_that():
+    kernels = serving_work(LLAMA).kernels
+    slow_host = steps_of(LLAMA, eager_native=1e-3)
+    assert step_ms(slow_host, decodes=0, prefill=4096, pairs=0.0) >= 1e3 * kernels * 1e-3
+    assert step_ms(slow_host, decodes=0, prefill=1024, pairs=0.0) < 100  # a captured graph
+    deepseek = replace(LLAMA, shape=find_model("deepseek-r1"), tp=8, ep=8)
+    assert step_ms(steps_of(deepseek, eager_native=1e-3), decodes=0, prefill=128) >= serving_work(deepseek).kernels
+
+
+def test_one_client_alternates_prefill_and_decode():
+    setup = replace(LLAMA, concurrency=1, waves=3, isl=100, osl=11)
+    c = calibrated_serving() | {"first_token_native": 0.25}
+    steps = steps_of(setup, first_token_native=0.25)
+    times = run_times(steps, 1, c)
+    prefill = total(steps.terms(decodes=0, context=0.0, prefill=100, prompts=1, pairs=5000.0))
+    assert times.ttft == pytest.approx(0.25 + prefill)
+    assert times.tpot == pytest.approx(total(steps.terms(decodes=1, context=105.5)), rel=1e-3)
+    assert times.seconds == pytest.approx(3 * (times.ttft + 10 * times.tpot))
+    assert times.queue == 0.0
+
+
+def test_every_token_of_a_finite_run_is_counted_once():
+    for setup in (LLAMA, replace(LLAMA, concurrency=300, waves=1, max_batch_size=64), replace(LLAMA, isl=9000)):
+        p = predict_serving(setup)
+        tokens = setup.concurrency * setup.waves * setup.osl
+        e2e_s = p.e2e_ms / 1e3
+        longest = tokens / p.output_tokens_per_s
+        assert longest >= setup.waves * e2e_s * 0.8  # a client's requests follow one another
+        assert p.output_tokens_per_s < 1e3 * p.batch / p.tpot_ms
+
+
+def test_requests_beyond_the_batch_wait_for_a_slot():
+    waiting = replace(LLAMA, concurrency=256, waves=1, max_batch_size=64)
+    p = predict_serving(waiting)
+    assert p.terms["scheduler"]["kv_cache_queue"] > 5  # three waves before the last one
+    assert p.ttft_ms > 3 * predict_serving(replace(waiting, max_batch_size=256)).ttft_ms
+
+
+def test_more_requests_than_are_followed_repeat_the_first():
+    long, longer = (predict_serving(replace(LLAMA, waves=waves)) for waves in (20, 200))
+    assert longer.tpot_ms == pytest.approx(long.tpot_ms)
+    assert longer.output_tokens_per_s == pytest.approx(long.output_tokens_per_s)
+    queue = [predict_serving(replace(LLAMA, concurrency=n, waves=1, max_batch_size=64)).ttft_ms for n in (1024, 4096)]
+    assert 3 < queue[1] / queue[0] < 5
+
+
+def test_prompts_longer_than_the_budget_are_prefilled_in_chunks():
+    whole = predict_serving(replace(LLAMA, concurrency=1, isl=16_000, max_num_tokens=16_384))
+    chunked = predict_serving(replace(LLAMA, concurrency=1, isl=16_000, max_num_tokens=2048))
+    assert whole.ttft_ms < chunked.ttft_ms < 1.3 * whole.ttft_ms
+
+
+def test_pipeline_stages_and_replicas_share_the_work():
+    alone = predict_serving(replace(LLAMA, concurrency=512))
+    staged = predict_serving(replace(LLAMA, concurrency=512, pp=2))
+    replicas = predict_serving(replace(LLAMA, concurrency=512, attention_dp=2))
+    assert alone.output_tokens_per_s < staged.output_tokens_per_s < 2 * alone.output_tokens_per_s
+    assert 1.5 * alone.output_tokens_per_s < replicas.output_tokens_per_s < 2.2 * alone.output_tokens_per_s
