@@ -98,6 +98,8 @@ def _cp_ring(setup: StepSetup, device: Device) -> Transfer:
     """Ring of sends: unlike a collective, a rank whose neighbour is in another domain has one network card for it."""
     split = setup.parallel
     ring = ring_transfer(device, split.cp, split.tp, _cp_bytes(setup))
+    if not ring.network_bytes:
+        return ring
     return replace(ring, network_bytes=ring.network_bytes * max(1, device.fabric.link_domain // split.tp))
 
 

@@ -6,7 +6,7 @@ of K filling its pipeline.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from llmb.config.spec import Model
@@ -124,10 +124,10 @@ def _experts(setup: StepSetup, model: Model) -> list[Gemm]:
 
 def _projections(m: float, hidden: int, width: float, gated: bool, experts: float | None = None) -> list[Gemm]:
     """Up and down projection, of an MLP or of several routed experts together, which gather no tokens over tp."""
-    up, down = Gemm(m, width * (2 if gated else 1), hidden), Gemm(m, hidden, width)
+    up = width * (2 if gated else 1)
     if experts is not None:
-        return [replace(gemm, count=experts) for gemm in (up, down)]
-    return [replace(up, tp_split="columns"), replace(down, tp_split="rows")]
+        return [Gemm(m, up, hidden, experts), Gemm(m, hidden, width, experts)]
+    return [Gemm(m, up, hidden, tp_split="columns"), Gemm(m, hidden, width, tp_split="rows")]
 
 
 def _mamba(setup: StepSetup, model: Model) -> list[Gemm]:
