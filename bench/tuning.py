@@ -42,6 +42,7 @@ CAUSES = {
     "pipeline bubble, imbalance and sends": ("bubble", "pp"),
     "all-to-all of experts": ("ep",),
     "TP collectives": ("tp", "quantization"),
+    "a sequence split by cp": ("cp", "memory_bound"),
     "recompute": ("recompute",),
     "DP and FSDP collectives": ("dp", "fsdp"),
 }
