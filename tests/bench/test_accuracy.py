@@ -1,6 +1,7 @@
 """`bench/accuracy.py` on the published rows of tests/golden: fit, errors, interval, scaling curves, picture."""
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def test_rows_that_cannot_be_used_are_listed_by_reason():
     assert {reason: len(rows) for reason, rows in left_out.items()} == {
         "no measured time": 1, "above the peak of the GPU": 1, "no model": 1,
     }  # fmt: skip
+
+
+def test_releases_of_one_curve_are_compared_by_their_shape():
+    """The second is 10 % slower throughout, and 6 % more on the largest scale: 4 % above its mean change."""
+    times = {"v25.02": ("12", "12", "12"), "v25.04": ("13.2", "13.2", "13.992")}
+    rows = [
+        parse_row(
+            LLAMA | {"source": f"NVIDIA/x README.md {release}@1", "gpus": str(n), "gbs": str(16 * n), "step_time_s": t}
+        )
+        for release, seconds in times.items()
+        for n, t in zip((8, 16, 32), seconds, strict=True)
+    ]
+    samples = [replace(sample, setup=replace(sample.setup, engine="megatron")) for sample in accuracy.usable(rows)[0]]
+    (difference,) = accuracy.release_differences(samples)
+    assert difference == ("llama3 8b h100 bf16", "8-32", "v25.02 and v25.04", "3.9")
 
 
 def test_a_curve_shifted_as_a_whole_has_the_right_shape():

@@ -21,7 +21,7 @@ def outcomes():
 
 def test_the_ratio_is_that_of_predicted_times(outcomes):
     for outcome in outcomes:
-        assert outcome.ratio == pytest.approx(outcome.own_s / outcome.search.candidates[0].seconds)
+        assert outcome.ratio == pytest.approx(outcome.own_s / outcome.best.seconds)
     assert outcomes[0].ratio > 1.05  # recomputes half of its layers
     assert outcomes[1].ratio == pytest.approx(1.0, abs=0.05)
 
@@ -29,7 +29,7 @@ def test_the_ratio_is_that_of_predicted_times(outcomes):
 def test_rows_made_for_the_native_engine_have_its_memory(outcomes):
     native = outcomes[1]
     assert native.case.config.engine == "native"
-    assert native.own_memory <= native.search.limit
+    assert native.own_memory <= native.limit
 
 
 def test_published_rows_are_taken_once_per_layout_at_two_scales():
@@ -46,6 +46,8 @@ def test_tables_have_a_reason_for_every_slow_layout(outcomes):
     assert "| rows of the recipes | 2 |" in text
     assert "recompute_layers 5 -> 0" in text
     assert "recompute 1." in text
+    assert outcomes[0].cause == "recompute"
+    assert "| recompute | 1 | 0 | 1 |" in text
 
 
 def test_the_document_has_the_marks_of_the_tables():

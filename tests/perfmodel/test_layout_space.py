@@ -69,6 +69,16 @@ def test_torchtitan_shards_pipelines_and_experts_too():
     assert any(s.parallel.fsdp and s.parallel.pp > 1 for s in layout_space(base, {}))
 
 
+def test_megatron_of_2024_does_not_shard_weights():
+    assert any(setup.parallel.fsdp for setup in layout_space(run_of("llama3.1-70b", engine="megatron"), {}))
+    assert not any(setup.parallel.fsdp for setup in layout_space(run_of("llama3.1-70b", engine="megatron-2024"), {}))
+
+
+def test_groups_of_a_published_row_are_not_searched():
+    base = run_of("llama3.1-70b", parallel=Parallel(fsdp=True), fsdp_ranks=8)
+    assert {setup.fsdp_ranks for setup in layout_space(base, {})} == {None}
+
+
 def test_a_fixed_dimension_that_divides_nothing_names_what_does():
     with pytest.raises(ConfigError, match=r"tp 3 does not divide the 64 heads.*tp could be 1, 2, 4, 8"):
         check_fixed(run_of("llama3.1-70b"), {"tp": 3})

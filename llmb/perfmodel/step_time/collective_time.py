@@ -5,16 +5,21 @@ ranks with stride s stays in one NVLink domain when n * s does. Between domains 
 a group with g members per domain uses g of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.step_setup import StepSetup
-from llmb.perfmodel.step_time.step_work import BF16, RankWork, block_counts
+from llmb.perfmodel.step_time.step_work import BF16, OPERAND_BYTES, RankWork, block_counts, gathers_quantized
 
 # Gradients are reduced in fp32, in recipes of Megatron Bridge in bf16.
 GRADIENT_BYTES = {"megatron-bridge": BF16, "megatron-bridge-2026": BF16}
-TP_FORWARD, TP_BACKWARD = 2, 3  # all-gathers and reduce-scatters per block; backward gathers the input again
+TP_GATHERS, TP_SCATTERS = (1, 2), (1, 1)  # per block, forward and backward, which gathers the input again
+# Weights of a bucket whose gradients Megatron reduces together (its DDP's default): at least so many, and more the more
+# replicas there are, as a ring sends each of them its own chunk.
+BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_RANK = 40e6, 1e6
+LINK_HOP = 0.2  # of the latency between domains: a hop of a ring inside one takes about 2 us, not 10
+FSDP_COLLECTIVES = 3  # of a layer and micro-batch: weights gathered forward and backward, gradients reduced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,37 +44,40 @@ class RankTraffic:
     fsdp: Transfer
     dp: Transfer  # per step
     dp_gradients: float  # fraction of dp that is the reduction of gradients; the rest gathers weights
+    dp_bucket: float  # fraction of dp that is one bucket: nothing is left to compute while the last one is reduced
 
 
 def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffic:
     """Return what the average pipeline rank sends."""
     split = setup.parallel
     fsdp = split.fsdp and setup.dp > 1
-    tp_bytes = _tp_bytes(setup)
+    tp_forward, tp_backward = (_tp_bytes(setup, *counts) for counts in zip(TP_GATHERS, TP_SCATTERS, strict=True))
     nothing = Transfer()
     data = _data_parallel(setup, work, device)
     return RankTraffic(
-        tp=ring_transfer(device, split.tp, 1, tp_bytes * (TP_FORWARD + TP_BACKWARD)),
-        tp_forward=ring_transfer(device, split.tp, 1, tp_bytes * TP_FORWARD),
-        cp=ring_transfer(device, split.cp, split.tp, _cp_bytes(setup)),
+        tp=ring_transfer(device, split.tp, 1, tp_forward + tp_backward),
+        tp_forward=ring_transfer(device, split.tp, 1, tp_forward),
+        cp=_cp_ring(setup, device),
         ep=_experts(setup, work, device),
         etp=_expert_tp(setup, work),
         pp=_sends(setup, device),
         fsdp=data if fsdp else nothing,
         dp=nothing if fsdp or setup.task == "lora" else data,
         dp_gradients=_gradient_bytes(setup) / (_gradient_bytes(setup) + BF16),
+        dp_bucket=_bucket_fraction(setup, work),
     )
 
 
 def ring_transfer(device: Device, ranks: int, stride: int, size: float) -> Transfer:
     """Ring collective of `size` bytes in all over `ranks` ranks."""
-    if ranks <= 1:
+    if ranks <= 1 or not size:
         return Transfer()
     sent, domain = size * (ranks - 1) / ranks, device.fabric.link_domain
     if ranks * stride <= domain:
         return Transfer(link_bytes=sent)
     members = max(1, domain // stride)
-    return Transfer(link_bytes=sent if members > 1 else 0.0, network_bytes=sent / members, hops=ranks / members)
+    hops = ranks / members * (1 + LINK_HOP * (members - 1))
+    return Transfer(link_bytes=sent if members > 1 else 0.0, network_bytes=sent / members, hops=hops)
 
 
 def _blocks_with_tp(setup: StepSetup) -> float:
@@ -80,9 +88,19 @@ def _blocks_with_tp(setup: StepSetup) -> float:
     return sum(count for kind, count in counts.items() if kind != "experts") + experts
 
 
-def _tp_bytes(setup: StepSetup) -> float:
-    """Bytes of one gather or scatter in every block of a micro-batch."""
-    return _blocks_with_tp(setup) * setup.tokens * setup.shape.model.hidden * BF16
+def _tp_bytes(setup: StepSetup, gathers: int, scatters: int) -> float:
+    """Bytes of gathers, of quantized values where the engine has them, and of scatters in every block."""
+    gathered = OPERAND_BYTES[setup.dtype] if gathers_quantized(setup) else BF16
+    return _blocks_with_tp(setup) * setup.tokens * setup.shape.model.hidden * (gathers * gathered + scatters * BF16)
+
+
+def _cp_ring(setup: StepSetup, device: Device) -> Transfer:
+    """Ring of sends: unlike a collective, a rank whose neighbour is in another domain has one network card for it."""
+    split = setup.parallel
+    ring = ring_transfer(device, split.cp, split.tp, _cp_bytes(setup))
+    if not ring.network_bytes:
+        return ring
+    return replace(ring, network_bytes=ring.network_bytes * max(1, device.fabric.link_domain // split.tp))
 
 
 def _cp_bytes(setup: StepSetup) -> float:
@@ -128,9 +146,24 @@ def _sends(setup: StepSetup, device: Device) -> Transfer:
         return Transfer()
     stages = split.vp or 1
     size = 2.0 * stages * setup.tokens / split.tp * setup.shape.model.hidden * BF16
-    if setup.gpus <= device.fabric.link_domain:
-        return Transfer(link_bytes=size, hops=2.0 * stages)
-    return Transfer(network_bytes=size, hops=2.0 * stages)
+    outside = sends_outside(setup.gpus, split.pp, device)
+    return Transfer(link_bytes=size * (1 - outside), network_bytes=size * outside, hops=2.0 * stages)
+
+
+def sends_outside(gpus: int, pp: int, device: Device) -> float:
+    """Return the fraction of a pipeline's sends that leave the link domain: stages are gpus / pp ranks apart."""
+    domain = device.fabric.link_domain
+    return 0.0 if gpus <= domain else min(1.0, gpus / pp / domain)
+
+
+def _bucket_fraction(setup: StepSetup, work: RankWork) -> float:
+    """Return the fraction of a rank's weights in one bucket of Megatron's gradient reduction."""
+    if not setup.engine.startswith("megatron"):
+        return 0.0
+    replicas = setup.dp * setup.parallel.cp
+    return min(
+        1.0, max(BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_RANK * replicas) / (work.dense_weights + work.routed_weights)
+    )
 
 
 def _gradient_bytes(setup: StepSetup) -> float:
@@ -140,15 +173,28 @@ def _gradient_bytes(setup: StepSetup) -> float:
 def _data_parallel(setup: StepSetup, work: RankWork, device: Device) -> Transfer:
     """Gradients reduced and weights gathered; with FSDP weights twice, and all of it for every micro-batch."""
     split = setup.parallel
-    fsdp = split.fsdp
+    fsdp, shards = split.fsdp, setup.sharding_ranks
     # Weights are gathered in the dtype of their GEMMs, by JAX before they are quantized.
     weight_bytes = BF16 if setup.dtype == "bf16" or setup.engine == "jax" else 1.0
     per_weight = (2.0 * weight_bytes + BF16) if fsdp else (BF16 + _gradient_bytes(setup))
-    dense = ring_transfer(device, setup.dp * split.cp, split.tp, per_weight * work.dense_weights)
+    dense = ring_transfer(device, shards, split.tp, per_weight * work.dense_weights)
     replicas = setup.dp * split.cp * split.tp // (split.ep * split.etp)
     routed = ring_transfer(device, replicas, split.ep * split.etp, per_weight * work.routed_weights)
-    return Transfer(
-        link_bytes=dense.link_bytes + routed.link_bytes,
-        network_bytes=dense.network_bytes + routed.network_bytes,
-        hops=dense.hops + routed.hops,
+    collectives = _data_parallel_collectives(setup, work)
+    # Groups that each hold all weights reduce their shards once a step.
+    groups = ring_transfer(
+        device, setup.dp * split.cp // shards, split.tp * shards, 2.0 * BF16 * work.dense_weights / shards / setup.ga
     )
+    return Transfer(
+        link_bytes=dense.link_bytes + routed.link_bytes + groups.link_bytes,
+        network_bytes=dense.network_bytes + routed.network_bytes + groups.network_bytes,
+        hops=(dense.hops + routed.hops) * collectives + groups.hops,
+    )
+
+
+def _data_parallel_collectives(setup: StepSetup, work: RankWork) -> float:
+    """Return how many rings follow one another: three a layer with FSDP, two a bucket in Megatron."""
+    if setup.parallel.fsdp:
+        return FSDP_COLLECTIVES * setup.layer_count / setup.parallel.pp
+    bucket = _bucket_fraction(setup, work)
+    return 2.0 / bucket if bucket else 1.0

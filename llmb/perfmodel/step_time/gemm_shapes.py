@@ -7,6 +7,7 @@ of K filling its pipeline.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from llmb.config.spec import Model
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -29,6 +30,7 @@ class Gemm:
     k: float
     count: float = 1.0
     low: bool = True  # in the dtype of the run; otherwise bf16
+    tp_split: Literal["", "columns", "rows"] = ""  # of the weight: its input is gathered, or its output scattered
 
     @property
     def macs(self) -> float:
@@ -81,8 +83,8 @@ def expert_rows(setup: StepSetup) -> float:
 def _attention(setup: StepSetup, model: Model) -> list[Gemm]:
     width, kv_width, tp = model.heads * model.head_dim, model.kv_heads * model.head_dim, setup.parallel.tp
     return [
-        Gemm(setup.tokens, (width + 2 * kv_width) / tp, model.hidden),
-        Gemm(setup.tokens, model.hidden, width / tp),
+        Gemm(setup.tokens, (width + 2 * kv_width) / tp, model.hidden, tp_split="columns"),
+        Gemm(setup.tokens, model.hidden, width / tp, tp_split="rows"),
     ]
 
 
@@ -93,9 +95,9 @@ def _mla(setup: StepSetup, model: Model) -> list[Gemm]:
     return [
         Gemm(tokens / tp, ranks.q_rank, model.hidden),
         Gemm(tokens / tp, ranks.kv_rank + ranks.rope_dim, model.hidden),
-        Gemm(tokens, model.heads * key / tp, ranks.q_rank),
-        Gemm(tokens, model.heads * (ranks.nope_dim + value) / tp, ranks.kv_rank),
-        Gemm(tokens, model.hidden, model.heads * value / tp),
+        Gemm(tokens, model.heads * key / tp, ranks.q_rank, tp_split="columns"),
+        Gemm(tokens, model.heads * (ranks.nope_dim + value) / tp, ranks.kv_rank, tp_split="columns"),
+        Gemm(tokens, model.hidden, model.heads * value / tp, tp_split="rows"),
     ]
 
 
@@ -120,8 +122,12 @@ def _experts(setup: StepSetup, model: Model) -> list[Gemm]:
     return router + routed + shared
 
 
-def _projections(m: float, hidden: int, width: float, gated: bool, count: float = 1.0) -> list[Gemm]:
-    return [Gemm(m, width * (2 if gated else 1), hidden, count), Gemm(m, hidden, width, count)]
+def _projections(m: float, hidden: int, width: float, gated: bool, experts: float | None = None) -> list[Gemm]:
+    """Up and down projection, of an MLP or of several routed experts together, which gather no tokens over tp."""
+    up = width * (2 if gated else 1)
+    if experts is not None:
+        return [Gemm(m, up, hidden, experts), Gemm(m, hidden, width, experts)]
+    return [Gemm(m, up, hidden, tp_split="columns"), Gemm(m, hidden, width, tp_split="rows")]
 
 
 def _mamba(setup: StepSetup, model: Model) -> list[Gemm]:
@@ -129,6 +135,6 @@ def _mamba(setup: StepSetup, model: Model) -> list[Gemm]:
     m, tp = model.mamba, setup.parallel.tp
     inner = m.heads * m.head_dim
     return [
-        Gemm(setup.tokens, (2 * inner + 2 * m.groups * m.state + m.heads) / tp, model.hidden),
-        Gemm(setup.tokens, model.hidden, inner / tp),
+        Gemm(setup.tokens, (2 * inner + 2 * m.groups * m.state + m.heads) / tp, model.hidden, tp_split="columns"),
+        Gemm(setup.tokens, model.hidden, inner / tp, tp_split="rows"),
     ]

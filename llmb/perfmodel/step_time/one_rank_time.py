@@ -18,7 +18,7 @@ from llmb.errors import LlmbError
 from llmb.perfmodel.communication import ALL_REDUCE, ALL_TO_ALL, CollectiveTraffic, step_traffic
 from llmb.perfmodel.shards import rank_flops
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
-from llmb.perfmodel.step_time.collective_time import Transfer, ring_transfer
+from llmb.perfmodel.step_time.collective_time import Transfer, ring_transfer, sends_outside
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.step_constants import calibrated
 from llmb.perfmodel.step_time.waterfall import transfer_time
@@ -75,9 +75,8 @@ def _transfer(config: RunConfig, traffic: CollectiveTraffic, on: Device) -> Tran
     """Return what a rank sends in all collectives of one kind."""
     parallel, size, domain = config.parallel, float(traffic.bytes), on.fabric.link_domain
     if traffic.dimension == "pp":
-        if config.machine.gpus <= domain:
-            return Transfer(link_bytes=size, hops=traffic.count)
-        return Transfer(network_bytes=size, hops=traffic.count)
+        outside = sends_outside(config.machine.gpus, parallel.pp, on)
+        return Transfer(link_bytes=size * (1 - outside), network_bytes=size * outside, hops=traffic.count)
     strides = {"cp": parallel.tp, "replicas": parallel.tp, "ep": parallel.etp, "edp": parallel.ep * parallel.etp}
     stride, ranks = strides.get(traffic.dimension, 1), traffic.ranks
     if traffic.kind == ALL_TO_ALL:

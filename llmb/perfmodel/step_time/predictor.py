@@ -108,6 +108,10 @@ def run_model(setup: StepSetup) -> Model:
 
 def step_memory(setup: StepSetup) -> MemoryEstimate:
     """Return the memory estimate of the fullest GPU; frozen weights have neither gradients nor optimizer state."""
+    if setup.fsdp_ranks is not None:  # as much as a run of one group that has all weights
+        dp = setup.fsdp_ranks // setup.parallel.cp
+        gpus, gbs = setup.gpus // setup.dp * dp, setup.gbs // setup.dp * dp
+        setup = replace(setup, gpus=gpus, gbs=gbs, fsdp_ranks=None)
     estimate = memory_estimate(run_config(setup))
     if setup.engine == NATIVE:  # exact
         return estimate

@@ -124,6 +124,7 @@ def _setup(cells: dict[str, str]) -> StepSetup:
         mbs=1 if engine == "torchtitan" and parallel.pp > 1 else mbs,
         gbs=_count(cells, "gbs") or mbs * parallel.dp,
         parallel=parallel,
+        fsdp_ranks=_fsdp_ranks(cells, parallel),
         layers=_layers(notes),
         recompute=_recompute(notes, cells),
         recompute_layers=_count(cells, "recompute_layers") or None,
@@ -175,6 +176,14 @@ def _is_sharded(cells: dict[str, str], engine: str) -> bool:
     if text in ("true", "false"):
         return text == "true"
     return (_count(cells, "fsdp") or 0) > 1 or engine == "torchtitan" or "FSDP" in cells.get("notes", "")
+
+
+def _fsdp_ranks(cells: dict[str, str], parallel: Parallel) -> int | None:
+    """Return the ranks that share one copy of the weights where there are several copies, as in MaxText's tables."""
+    text = cells.get("fsdp", "")
+    ranks = int(text) * parallel.cp if text.isdigit() else 0
+    replicas = parallel.dp * parallel.cp
+    return ranks if parallel.fsdp and 1 < ranks < replicas and replicas % ranks == 0 else None
 
 
 def engine_of(source: str, notes: str) -> str:

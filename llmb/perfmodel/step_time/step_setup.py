@@ -37,6 +37,7 @@ class StepSetup:
     mbs: int  # sequences per micro-batch
     gbs: int  # sequences per step
     parallel: Parallel = field(default_factory=Parallel)  # its dp is not used: gpus give it
+    fsdp_ranks: int | None = None  # among which fsdp shards, each group of them with all weights; none: all replicas
     layers: int | None = None  # of a model with fewer layers than the published one
     recompute: Recompute = "none"
     recompute_layers: int | None = None  # of a pipeline rank, with recompute full; none: all
@@ -90,6 +91,11 @@ class StepSetup:
     @property
     def dp(self) -> int:
         return self.gpus // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
+
+    @property
+    def sharding_ranks(self) -> int:
+        """Ranks among which the weights of a pipeline and tensor rank are sharded, or the optimizer state."""
+        return self.fsdp_ranks or self.dp * self.parallel.cp
 
     @property
     def ga(self) -> int:

@@ -32,6 +32,7 @@ CAPTURED_ROUTING = 0.2  # of an expert block's launches: those of router and of 
 QUANTIZED_KERNELS = 1.5  # times as many in fp8 and fp4
 # Bytes per value to quantize a GEMM operand in both layouts: read in bf16, amax, write; nvfp4: Hadamard transform too.
 QUANTIZE_BYTES = {"bf16": 0.0, "fp8": 6.0, "fp8-row": 6.0, "fp8-block": 4.1, "fp8-mx": 4.2, "nvfp4": 7.0}
+TRANSPOSE_BYTES = 2.0  # of these, to transpose what was gathered
 OPERAND_BYTES = {
     "bf16": BYTES["bf16"], "fp8": BYTES["fp8"], "fp8-row": BYTES["fp8"], "fp8-block": 1.01, "fp8-mx": 1.03,
     "nvfp4": BYTES["nvfp4"],
@@ -40,6 +41,10 @@ OPERAND_BYTES = {
 # concatenation; in backward gradients of output, bias and probability.
 BIAS_FORWARD, BIAS_BACKWARD = 6.0, 9.0
 FUSED_ACTIVATION = 0.2  # of the traffic of an activation that a fused epilogue leaves: quantized values written
+# Ring attention of cp merges one result per step: of every query where the keys are earlier, of half of them otherwise.
+RING_QUERIES = 0.75
+# Forward: result read, fp32 sum read and written. Backward: gradient of the queries written, read and added in bf16.
+RING_MERGE = {False: 5.0, True: 4.0}
 SOFTMAX_DIM = 64  # the softmax of a pair takes as long as this many MACs of its head
 SELECTIVE = 0.35  # of a layer's forward that selective recompute repeats: attention, norms and every second GEMM
 UPDATE_BYTES = (
@@ -187,7 +192,17 @@ def _quantized(setup: StepSetup, gemm: Gemm, backward: bool) -> float:
     """Bytes to quantize the input of a GEMM, or in backward the gradient of its output."""
     values = gemm.m * (gemm.n if backward else gemm.k) * gemm.count
     fused = setup.fused_experts and gemm.count > 1  # by the epilogue of the GEMM before
-    return QUANTIZE_BYTES[setup.dtype] * values if gemm.low and not fused else 0.0
+    if not gemm.low or fused or setup.dtype == "bf16":
+        return 0.0
+    if gemm.tp_split == ("rows" if backward else "columns") and gathers_quantized(setup):
+        shard = (QUANTIZE_BYTES[setup.dtype] - TRANSPOSE_BYTES) / setup.parallel.tp
+        return (shard + TRANSPOSE_BYTES) * values
+    return QUANTIZE_BYTES[setup.dtype] * values
+
+
+def gathers_quantized(setup: StepSetup) -> bool:
+    """Return whether ranks of tp quantize their shard before they gather it (Transformer Engine), not all of it."""
+    return setup.engine.startswith("megatron")
 
 
 def _attention_flops(setup: StepSetup, on: Device, counts: dict[str, float]) -> float:
@@ -227,6 +242,7 @@ def _memory_bytes(setup: StepSetup, kind: str, backward: bool) -> float:
     values = (6.0 if backward else 5.0) * model.hidden  # norm and residual add
     if kind == "attention":
         values += 2.0 * (model.heads + model.kv_heads) * model.head_dim
+        values += _ring_merges(setup, backward) * model.heads * model.head_dim
     elif kind == "mla":
         assert model.mla is not None
         values += 4.0 * model.heads * (model.mla.nope_dim + model.mla.rope_dim)
@@ -248,6 +264,11 @@ def _memory_bytes(setup: StepSetup, kind: str, backward: bool) -> float:
         m = model.mamba
         values += (14.0 if backward else 7.0) * (m.heads * m.head_dim + m.groups * m.state)
     return BF16 * setup.tokens / tp * values
+
+
+def _ring_merges(setup: StepSetup, backward: bool) -> float:
+    """Values read and written per value of the attention output, to merge the results of the steps of a ring."""
+    return RING_QUERIES * setup.parallel.cp * RING_MERGE[backward] if setup.parallel.cp > 1 else 0.0
 
 
 def _activation(gated: bool, backward: bool) -> float:

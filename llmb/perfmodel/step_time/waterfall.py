@@ -231,7 +231,7 @@ def _exposed_dp(step: StepWork, c: Constants, micro_batch: float) -> float:
     gradients = step.traffic.dp_gradients
     reduction = (1 - exposed) * dp * gradients - (1 - FORWARD) * micro_batch
     gather = (1 - exposed) * dp * (1 - gradients) - FORWARD * micro_batch
-    return exposed * dp + max(0.0, reduction) + max(0.0, gather)
+    return (exposed + step.traffic.dp_bucket) * dp + max(0.0, reduction) + max(0.0, gather)
 
 
 def _pipeline_idle(step: StepWork, micro_batch: float, head: float) -> float:

@@ -12,9 +12,8 @@ Besides divisibility (`config/parallel_layout.py`) a layout obeys what clusters 
 - Interleaving does not make the fullest pipeline rank fuller: 126 layers over 8 x 8 stages are at most 16 a rank, as
   over 8, but 80 over 8 x 4 would be 12 instead of 10. Hybrids are not interleaved, as their layers differ in cost.
 - A pipeline has a micro-batch for every stage; interleaved, in whole rounds of pp.
-- fsdp is combined with neither a pipeline nor experts, except in torchtitan and the native engine:
-  Megatron's gathers all weights of a rank
-  for every micro-batch, and no published run of it does either.
+- fsdp is combined with neither a pipeline nor experts, except in torchtitan and the native engine: Megatron's gathers
+  all weights of a rank for every micro-batch, and no published run of it does either. Megatron of 2024 had none.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ MOST_LOCAL_EXPERTS = 16  # of a rank
 FEWEST_TOKENS = 1024  # of a sequence on each of cp ranks
 MOST_MICRO_BATCH = 16  # sequences: beyond, only memory grows
 SPLITS_EXPERTS_BY_TP = ("megatron-2024",)  # engines without an etp of its own
+WITHOUT_FSDP = ("megatron-2024",)  # NeMo 24.09 to 25.02: the optimizer state is sharded, weights are not
 FSDP_ANYWHERE = ("torchtitan", "native")  # engines that shard the weights of pipeline stages and of experts
 Fixed = Mapping[str, Any]
 
@@ -46,8 +46,8 @@ def layout_space(base: StepSetup, fixed: Fixed) -> Iterator[StepSetup]:
         for mbs in _values(fixed, "mbs", range(1, min(sequences, MOST_MICRO_BATCH) + 1)):
             if sequences % mbs == 0 and _has_schedule(parallel, sequences // mbs):
                 yield replace(
-                    base, parallel=parallel, mbs=mbs, recompute="none", recompute_layers=None, recompute_modules=(),
-                    offload_layers=0,
+                    base, parallel=parallel, fsdp_ranks=None, mbs=mbs, recompute="none", recompute_layers=None,
+                    recompute_modules=(), offload_layers=0,
                 )  # fmt: skip
 
 
@@ -106,7 +106,8 @@ def _pipelines(base: StepSetup, fixed: Fixed, pp: int, replicas: int) -> Iterato
     """Yield vp and fsdp."""
     most = -(-base.layer_count // pp)  # layers of the fullest rank
     model = base.shape.model
-    may_shard = base.engine in FSDP_ANYWHERE or (pp == 1 and model.experts is None)
+    alone = pp == 1 and model.experts is None and base.engine not in WITHOUT_FSDP
+    may_shard = base.engine in FSDP_ANYWHERE or alone
     for vp in _values(fixed, "vp", range(1, most + 1)):
         stages = pp * vp
         if vp > 1 and (
