@@ -26,7 +26,7 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import Model, OutOfCore
 from llmb.errors import ConfigError, LaunchError
 from llmb.runtime import checkpoint_folder
-from llmb.runtime.checkpoint_checksums import checksums
+from llmb.runtime.checksums.checkpoint_checksums import checksums
 from llmb.runtime.token_data import TokenFile, data_course
 
 FORMAT = 1  # incremented whenever a tensor of the same name changes its meaning

@@ -4,7 +4,7 @@
     checkpoints/step_15.partial/   being written, or left behind by a run that was killed
 
 `checkpoint.json` beside the tensors identifies the run, so that an incompatible resume is refused with the reason, and
-has the checksums of all files (`checkpoint_checksums.py`).
+has the checksums of all files (`checksums/`).
 """
 
 import json
@@ -32,7 +32,7 @@ _COMPLETE = re.compile(r"step_(\d+)")
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # format of libraries written in Rust
 
 
-FileChecksums = dict[str, dict[str, int]]  # size and CRC-32 by file name
+FileChecksums = dict[str, dict[str, int]]  # size and checksum by file name
 
 
 @dataclass(frozen=True)
