@@ -38,6 +38,8 @@ from llmb.config.load_settings import config_from_json
 from llmb.config.serialization import read_json, temporary_path, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
+from llmb.formats.folder_access import write_hint
+from llmb.launch.engine_log import open_log
 from llmb.launch.procfs import find_process
 from llmb.launch.secrets import mask, scrub_thoroughly
 
@@ -93,7 +95,7 @@ def write_error(path: Path, error: OSError) -> LlmbError:
     text = f"cannot write to {printable_path(path)}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         return LaunchError(f"{text}; free some space, or choose another folder: LLMB_INSTALL=/folder")
-    return ConfigError(f"{text}; choose a folder you can write to: LLMB_INSTALL=/folder")
+    return ConfigError(f"{text}; {write_hint(path)}")
 
 
 def printable_path(path: Path) -> str:
@@ -227,7 +229,7 @@ class RunFolder:
     def add_to_log(self, text: str) -> None:
         """Append text to the log after the engine has exited."""
         try:
-            with self.log.open("a", encoding="utf-8") as log:
+            with open(open_log(self.log), "a", encoding="utf-8") as log:
                 log.write(f"\n{text}\n")
         except OSError as error:
             raise write_error(self.log, error) from error

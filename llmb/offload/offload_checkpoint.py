@@ -74,7 +74,7 @@ def save(
                 futures.append(reader.submit(checksums, [partial / SCALES]))
             files = {name: file for future in futures for name, file in future.result().items()}
         checkpoint_folder.commit(final, identity, FORMAT, files)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, LaunchError) as error:
         checkpoint_folder.discard_partial(final)
         cause = checkpoint_folder.root_cause(error)
         raise LaunchError(f"cannot write checkpoint {final}: {cause} after {written / 1e9:.2f} GB of it") from error

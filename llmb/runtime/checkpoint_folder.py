@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llmb.config.serialization import current_names, read_json, to_json, to_plain
+from llmb.config.serialization import current_names, read_json, to_json, to_plain, write_atomic
 from llmb.config.spec import Model, OutOfCore, Training
 from llmb.errors import ConfigError
 from llmb.events import RunResumed
@@ -144,6 +144,8 @@ def partial_path(final: Path) -> Path:
 def create_partial(final: Path) -> Path:
     """Create the empty folder to write a checkpoint to."""
     partial = partial_path(final)
+    if partial.is_symlink():  # never written through
+        partial.unlink()
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed run in this folder
     partial.mkdir(parents=True, exist_ok=True)  # another rank may create it first
     return partial
@@ -154,7 +156,7 @@ def commit(final: Path, identity: dict[str, Any], format_version: int, files: Fi
     partial = partial_path(final)
     content = {"format": format_version, "step": checkpoint_step(final)} | identity | {"files": files}
     content = json.loads(to_json(content))  # as it will be read
-    _write_durably(partial / IDENTITY, to_json(content | {"crc32": _crc32(content)}))
+    write_atomic(partial / IDENTITY, to_json(content | {"crc32": _crc32(content)}), durable=True)
     fsync(partial)
     partial.rename(final)
     fsync(final.parent)
@@ -205,10 +207,3 @@ def _difference(name: str, saved: Any, current: Any) -> str:
         inner = next(key for key in {**current, **saved} if saved.get(key) != current.get(key))
         return _difference(f"{name}.{inner}", saved.get(inner), current.get(inner))
     return f"{name}={saved}, this run has {current}"
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -85,6 +85,19 @@ def test_file_without_a_checksum_is_damage(tmp_path: Path, recorded: object) -> 
     assert find_damage(final) == "shard has no checksum in checkpoint.json"
 
 
+def test_checkpoint_is_never_written_through_a_planted_link(tmp_path: Path) -> None:
+    final, private = checkpoint_path(tmp_path, 2), tmp_path / "private"
+    private.mkdir()
+    (private / "checkpoint.json").write_text("mine")
+    final.parent.mkdir()
+    final.with_name("step_2.partial").symlink_to(private)
+    partial = create_partial(final)
+    (partial / "checkpoint.json").symlink_to(private / "checkpoint.json")
+    commit(final, {}, 1, {})
+    assert (private / "checkpoint.json").read_text() == "mine"
+    assert find_damage(final) is None
+
+
 def test_checksums_are_by_name(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a")
     assert checksums([tmp_path / "a"]) == {"a": {"bytes": 1, "word_sums": word_sums(tmp_path / "a").digest}}
