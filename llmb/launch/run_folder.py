@@ -126,7 +126,7 @@ class RunFolder:
         """Open the run folder at `path`, long or short."""
         path = path.absolute()
         run_folder = cls(Path(os.path.normpath(path.parent / os.readlink(path))) if path.is_symlink() else path)
-        if not run_folder.config.is_file():
+        if not is_run_folder(run_folder.path):
             raise ConfigError(f"{printable_path(path)} is not a run folder: it holds no {CONFIG_FILE}")
         return run_folder._newest_start()
 
@@ -354,8 +354,14 @@ class RunFolder:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Return whether a folder exists and is one of a run, whatever state its files are in."""
-    return RunFolder(path).config.is_file()
+    """Return whether a folder exists and is one of a run, whatever state its files are in.
+
+    A folder that this user may not enter is a ConfigError.
+    """
+    try:
+        return RunFolder(path).config.is_file()
+    except PermissionError as error:
+        raise ConfigError(f"cannot read {printable_path(path)}: {error.strerror}") from error
 
 
 def write_pid_file(run_folder: RunFolder, pid: int) -> None:

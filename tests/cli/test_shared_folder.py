@@ -22,6 +22,7 @@ from llmb.config.serialization import write_atomic
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, append
 from llmb.launch.engine_log import EngineLog
+from llmb.launch.event_tail import append_run_end
 from llmb.launch.run_folder import RunFolder, make_folder, store_path, write_pid_file
 from llmb.launch.run_lock import exclusive_run_lock
 from llmb.results.job_store import Store
@@ -179,6 +180,7 @@ def test_link_planted_by_another_user_is_not_followed(root, config):
     for action in (
         lambda: write_atomic(run.result, "{}"),
         lambda: append(run.events(0), RunEnded(time=1.0, status="ok")),
+        lambda: append_run_end(run.events(0), RunEnded(time=1.0, status="ok")),
         lambda: EngineLog(run.log, ())._write(b"text"),
         lambda: run.add_to_log("text"),
     ):

@@ -34,9 +34,11 @@ def watch(store: Store, options: argparse.Namespace) -> int:
         while True:
             poller.refresh(_active(store, options))
             retry_failed(store, view.log)
-            jobs = store.jobs(options.limit, **filters(options))
+            jobs = poller.with_unsaved(store.jobs(options.limit, **filters(options)))
             view.show(jobs)
-            if not _active(store, options) and not own_jobs_to_retry(store):
+            if not any(job.going for job in poller.with_unsaved(_active(store, options))) and not own_jobs_to_retry(
+                store
+            ):
                 return 0
             time.sleep(backoff.next_delay_s([(job.job_id, job.status) for job in jobs]))
     except KeyboardInterrupt:
