@@ -218,7 +218,8 @@ class Store:
                 return rows[0]
             final = self.free_id(job_id)
             times = {"submitted_at": now, "updated_at": now}
-            self._set(temporary, {"job_id": final, "status": "pending", "slurm_state": "PENDING", **times})
+            state = {"status": "pending", "slurm_state": "PENDING", "reason": None}
+            self._set(temporary, {"job_id": final, **state, **times})
         return final
 
     def refused(self, temporary: str, reason: str) -> None:

@@ -33,8 +33,9 @@ def recover_submission(store: Store, job: Job) -> Job:
         run.add_short_path(name)
         return store.now(job)
     if not may_still_appear(run, job.created_at):
-        record_unsubmitted(run, run.read_config(), NEVER_SUBMITTED)
-        store.refused(job.job_id, NEVER_SUBMITTED)
+        reason = f"never submitted: {job.reason}" if job.reason else NEVER_SUBMITTED
+        record_unsubmitted(run, run.read_config(), reason)
+        store.refused(job.job_id, reason)
     return store.now(job)
 
 
