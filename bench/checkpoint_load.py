@@ -4,7 +4,8 @@
     python bench/checkpoint_load.py --tiny      # a very small model: shows only that it runs
 
 A Llama of 125 million parameters with fp32 weights and moments, 1.5 GB, from the disk, as after a failure; `--warm`:
-from the page cache. Loads alternate; the cost is the difference of the medians. The aim: at most 5 %.
+from the page cache. Loads alternate; the cost is the difference of the medians, and below it that of the fastest ones,
+which other programs on the machine disturb least. The aim: at most 5 %.
 """
 
 import argparse
@@ -84,11 +85,15 @@ def main() -> int:
                 with patch("llmb.train.train_checkpoint.CheckpointCheck", NoCheck):
                     seconds["without"].append(load_seconds(checkpointer, checkpoint, options.warm))
                 seconds["with"].append(load_seconds(checkpointer, checkpoint, options.warm))
-    without, checked = (statistics.median(seconds[name]) for name in ("without", "with"))
+    costs, rows = {}, []
+    for name, choose in (("median", statistics.median), ("fastest", min)):
+        without, checked = choose(seconds["without"]), choose(seconds["with"])
+        costs[name] = checked / without - 1
+        rows.append((name, f"{without:.3f}", f"{checked:.3f}", f"{100 * costs[name]:+.1f} %", "5 %"))
     report = BenchReport(json=options.json)
-    report.record("loads", {"bytes": size, "seconds": seconds, "cost": checked / without - 1})
-    rows = [(f"{size / 1e9:.3f}", f"{without:.3f}", f"{checked:.3f}", f"{100 * (checked / without - 1):+.1f} %", "5 %")]
-    report.print_table("Load of a checkpoint", ("GB", "s without check", "s with check", "cost", "at most"), rows)
+    report.record("loads", {"bytes": size, "seconds": seconds, "cost": costs})
+    title = f"Load of a checkpoint of {size / 1e9:.3f} GB"
+    report.print_table(title, ("load", "s without check", "s with check", "cost", "at most"), rows)
     return 0
 
 

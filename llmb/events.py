@@ -286,7 +286,7 @@ def append(path: Path, event: Event) -> None:
     A line that a full disk takes only in part is truncated away: it would corrupt the next line.
     """
     line = to_json({"event": type(event).__name__, **vars(event)}) + "\n"  # asdict would copy every number
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         data = line.encode()
         written = os.write(descriptor, data)

@@ -8,6 +8,7 @@ ended does not run again: a controller that crashed may have forgotten its end.
 """
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +110,8 @@ def run_in_allocation(
     flags = [*container, f"--container-workdir={run.work}"] if container else []  # of this start, not of the first
     command = srun_command(config, spec, environ, flags)
     settings = {**environment, **_threads(environ), **rendezvous(environ)}
-    launcher = srun_launcher(run.slurm_output(environ["SLURM_JOB_ID"]))
+    host = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    launcher = srun_launcher(run.slurm_output(environ["SLURM_JOB_ID"]), host)
     return run_local(config, run, command, settings, on_event, _time_limit(config, environ), launcher=launcher)
 
 

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from sys import intern
 
@@ -9,7 +10,7 @@ from llmb.cli.profile_pictures import draw_profile
 from llmb.config.load_settings import config_from_json, load_settings_of
 from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.config.spec import OutOfCore, RunConfig, Training
-from llmb.errors import ConfigError, LlmbError
+from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.events import Event, RequestDone, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder, printable_path
 from llmb.perfmodel.metrics import TimedRequest
@@ -52,6 +53,25 @@ def write_result(run: RunFolder, config: RunConfig) -> Result:
     if run.stream_timeline.exists():
         draw_profile(run, config)
     return result
+
+
+def settle_result(run: RunFolder, config: RunConfig, cause: str | None = None) -> Result:
+    """Write the result; where the folder cannot be written any more, return what is known, for the table.
+
+    `cause`: why the run ended, if its events do not say it: they may be what could not be written.
+    """
+    try:
+        return write_result(run, config)
+    except LaunchError as error:
+        result = derive(config, load_events(run, config))
+        if cause is not None and result.status == "incomplete":
+            result = replace(result, status="failed", reason=cause)
+        return unwritten(result, error)
+
+
+def unwritten(result: Result, error: LaunchError) -> Result:
+    """Return a result that could not be written beside its run, with that said."""
+    return replace(result, reason="; ".join(filter(None, (result.reason, str(error)))))
 
 
 def read_timed_run(log: Path) -> TimedRun | None:

@@ -278,6 +278,7 @@ def run_one(
     """
     from llmb.cli.profile_pictures import describe_profile
     from llmb.cli.report.page_writer import write_report
+    from llmb.config.serialization import to_json
     from llmb.report.live_progress import LiveLine
     from llmb.report.serving_overview import overview
     from llmb.report.summary import summary
@@ -304,7 +305,7 @@ def run_one(
     if report:
         print(write_report(run_dir), file=output)
     if as_json:
-        print(run_dir.result.read_text(), end="")
+        print(to_json(result))
     refused = outcome.exit_code == 1 and config.engine == "native"  # the engine refused the configuration
     code = 0 if result.status == "ok" else 1 if refused else 2
     return code, outcome.interrupted is not None, result
@@ -325,7 +326,8 @@ def execute(
     """
     from contextlib import nullcontext
 
-    from llmb.cli.stored_runs import write_result
+    from llmb.cli.stored_runs import settle_result
+    from llmb.errors import LlmbError
     from llmb.launch.install_root import install_root
     from llmb.launch.restarts.restart_loop import run_with_restarts
     from llmb.launch.run_folder import RunFolder, store_path
@@ -342,13 +344,17 @@ def execute(
         job = _add_job(store, config, run_dir, location, **lineage)
         run_dir.add_short_path(job)
         announce(job, run_dir)
+        cause: str | None = None
         try:
             run_dir, outcome = run_with_restarts(
                 config, run_dir, lambda this, run: _launch(this, run, environment, on_event, location, python)
             )
+        except LlmbError as error:
+            cause = str(error)
+            raise
         finally:
             run_dir = RunFolder.open(run_dir.path)  # at its last start
-            result = write_result(run_dir, config)
+            result = settle_result(run_dir, config, cause)
             store.finish(job, result)
     block = overview(result, config)
     if block and config.engine in ("native", "openai"):  # other engines print their own

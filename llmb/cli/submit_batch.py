@@ -252,7 +252,9 @@ def _record_outcome(store: Store, job: _PreparedJob, outcome: str | LlmbError) -
         name = store.submitted(job.temporary, outcome)
         record_job_name(job.run, outcome, name)
         return Sent(job.request, job.run, name)
-    if not isinstance(outcome, slurm_jobs.SlurmUnavailable):
+    if isinstance(outcome, slurm_jobs.SlurmUnavailable):
+        store.note(job.temporary, reason=str(outcome))  # said again if no job is found once Slurm responds
+    else:
         store.refused(job.temporary, str(outcome))
     return Sent(job.request, job.run, job.temporary, outcome)
 

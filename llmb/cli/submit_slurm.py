@@ -77,6 +77,7 @@ def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace, rec
     from llmb.config.serialization import to_json
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import store_path
+    from llmb.launch.slurm.slurm_jobs import SlurmUnavailable
     from llmb.results.job_store import Store
 
     def print_submitted(sent: Sent) -> None:
@@ -95,9 +96,13 @@ def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace, rec
     with Store(store_path(root)) as store:
         sent = submit_jobs(requests, cluster_here(), root, store, print_submitted)
     errors = [job.error for job in sent if job.error is not None]
-    if errors:
-        print(f"ERROR: {len(errors)} of {len(sent)} jobs were not submitted", file=sys.stderr)
-    elif not options.json:
+    unanswered = sum(isinstance(error, SlurmUnavailable) for error in errors)
+    if len(errors) > unanswered:
+        print(f"ERROR: {len(errors) - unanswered} of {len(sent)} jobs were not submitted", file=sys.stderr)
+    if unanswered:
+        text = f"Slurm does not say whether it took {unanswered} of {len(sent)} jobs"
+        print(f"ERROR: {text}; once it responds, llmb-run jobs does", file=sys.stderr)
+    if not errors and not options.json:
         print(f"\n{len(sent)} submitted; see: llmb-run jobs")
     return max((error.exit_code for error in errors), default=0)
 

@@ -216,15 +216,18 @@ def create_new(path: Path, mode: int = 0o666) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
-def write_atomic(path: Path, text: str, mode: int = 0o666) -> None:
+def write_atomic(path: Path, text: str, mode: int = 0o666, *, durable: bool = False) -> None:
     """Write to a temporary file and rename it: readers see the old file or the new one, never half of one.
 
-    `mode`: of the new file, less the umask.
+    `mode`: of the new file, less the umask. `durable`: on disk before it is renamed, even if the machine fails.
     """
     temporary = temporary_path(path)
     try:
         with open(create_new(temporary, mode), "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

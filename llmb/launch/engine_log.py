@@ -18,7 +18,7 @@ class EngineLog:
         self.path = path
         self.error: OSError | None = None  # why writing stopped; output is still read, or the engine would block
         self._secrets = secrets
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = open_log(path)
         self._partial_line = b""
 
     def copy_from(self, output: int) -> bool:
@@ -41,6 +41,11 @@ class EngineLog:
                 text = text[os.write(self._file, text) :]
         except OSError as error:
             self.error = error
+
+
+def open_log(path: Path) -> int:
+    """Open a log to append to and return its descriptor; a link under its name, which anyone can plant, is an error."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def read_log_tail(path: Path) -> str:

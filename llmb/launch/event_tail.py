@@ -82,7 +82,7 @@ def read_run_end(path: Path) -> RunEnded | None:
 def append_run_end(path: Path, end: RunEnded) -> None:
     """Append a RunEnded, on a line of its own even where a killed engine left a partial line."""
     if path.exists():
-        with path.open("r+b") as file:
+        with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 1, 0))
             if size and file.read() != b"\n":

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from llmb.config.serialization import read_json
+from llmb.errors import ConfigError
 from llmb.events import Event, RunEnded, RunStarted, read_all
 from llmb.launch.engine_log import read_log_tail
 from llmb.launch.failure_symptoms import (
@@ -33,7 +35,7 @@ from llmb.launch.nccl_watchdog import collective_timeout
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.nodelist import node_names
 from llmb.launch.slurm.slurm_jobs import JobState
-from llmb.launch.verdict import Verdict
+from llmb.launch.verdict import SUPERVISOR_KILLED, Verdict
 
 MAX_REASON_CHARS = 400
 
@@ -98,18 +100,37 @@ def diagnose_run(run_folder: RunFolder, job: JobState | None) -> Failure | None:
     end = next((event for event in reversed(events) if isinstance(event, RunEnded) and event.rank == 0), None)
     job_id = job.job_id if job is not None else run_folder.job_id
     outputs = [run_folder.log, *([run_folder.slurm_output(job_id)] if job_id is not None else [])]
-    return diagnose(end, job, "\n".join(map(read_log_tail, outputs)), events)
+    started = job is None or _began(run_folder, job)
+    return diagnose(end, job, "\n".join(map(read_log_tail, outputs)), events, newest_start_began=started)
+
+
+def _began(run_folder: RunFolder, job: JobState) -> bool:
+    """Return whether the newest start of a job began: each writes first how often the job was requeued before."""
+    if not job.restarts:
+        return True
+    try:
+        restarts = read_json(run_folder.allocation).get("restarts")
+    except (ConfigError, AttributeError):  # it wrote nothing
+        return False
+    return isinstance(restarts, int) and restarts >= job.restarts
 
 
 def diagnose(
-    end: RunEnded | Verdict | None, job: JobState | None = None, log: str = "", events: Iterable[Event] = ()
+    end: RunEnded | Verdict | None,
+    job: JobState | None = None,
+    log: str = "",
+    events: Iterable[Event] = (),
+    newest_start_began: bool = True,
 ) -> Failure | None:
-    """Return why a run failed. `end`: of rank 0; `job`: Slurm's state; `log`: its tail; `events`: of all ranks."""
+    """Return why a run failed. `end`: of rank 0; `job`: Slurm's state; `log`: its tail; `events`: of all ranks.
+
+    `newest_start_began`: False where a requeued job failed before it started again; all else is of the start before.
+    """
     if end is not None and end.status == "ok":
         return None
     if end is None and job is not None and job.phase != "ended":
         return None
-    evidence = _Evidence(end, job, log, list(events))
+    evidence = _Evidence(end, job, log, list(events), newest_start_began)
     kind, reason, nodes = (
         evidence.from_slurm() or evidence.from_run() or evidence.from_log() or evidence.without_symptoms()
     )
@@ -123,8 +144,10 @@ def diagnose(
 class _Evidence:
     """Everything that a failed run left behind."""
 
-    def __init__(self, end: RunEnded | Verdict | None, job: JobState | None, log: str, events: Sequence[Event]):
-        self.job, self.log = job, log
+    def __init__(
+        self, end: RunEnded | Verdict | None, job: JobState | None, log: str, events: Sequence[Event], began: bool
+    ):
+        self.job, self.log, self.began = job, log, began
         self.status = end.status if end is not None else None
         self.run_reason = (end.reason or "").strip() if end is not None else ""
         self.failed_rank = end.failed_rank if end is not None else None
@@ -141,10 +164,12 @@ class _Evidence:
         """Diagnose from Slurm's state, where neither the run nor its program ended the job."""
         state = self.job.state.partition(" ")[0] if self.job is not None and self.job.phase == "ended" else ""
         cancel_reason = slurm_cancel_reason(self.log) or ("NODE FAILURE" if lost_nodes(self.log) else "")
-        if state and self.job is not None and self.job.restarts:
+        if state and self.job is not None and self.job.restarts and self.began:
             cancel_reason = ""  # may be of an earlier run of the job, whose output is in the same file
         kind = _SLURM_STATES.get(state) or _SLURM_CANCEL_REASONS.get(cancel_reason)
         source = state if state in _SLURM_STATES else cancel_reason
+        if kind is None and state and not self.began:  # requeued for a node, as no other cause is known
+            kind, source = "node_failure", f"{state} after a requeue, before the run could start again"
         if kind == "node_failure":
             return self._node_failure(source)
         if kind == "oom_kill":
@@ -156,6 +181,8 @@ class _Evidence:
         """Diagnose from the run's own report; before it from symptoms that only the machine can cause."""
         if _BY_SUPERVISOR.match(self.run_reason) and self.job is not None and self.job.signal == 9:
             return "killed", f"the job runner was killed; its ranks: {self.run_reason}", ()
+        if self.run_reason.startswith(SUPERVISOR_KILLED):
+            return "killed", self.run_reason, ()
         if self.status == "timeout":
             return "time_limit", self.run_reason or _DESCRIPTIONS["time_limit"], ()
         report = "\n".join((self.run_reason, *self.last_lines))

@@ -95,6 +95,7 @@ _TRANSIENT = re.compile(  # the image may be available a minute later
     r"|returned error code: (?:408|429|5\d\d)|[Tt]imed? ?out|Connection (?:refused|reset)"
 )
 _NODE_PATTERNS = (
+    re.compile(r"^srun on ([\w.-]+) (?:was )?killed by "),
     re.compile(r"^srun: error: ([\w.-]+): tasks? "),
     re.compile(r"^slurmstepd-(\S+): "),
     re.compile(r"(?:^|\s)([\w.-]+):\d+:\d+ \[\d+\] .*NCCL "),

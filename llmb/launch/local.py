@@ -34,7 +34,7 @@ from llmb.launch.command import engine_environment, job_script, python_path
 from llmb.launch.engine_log import read_log_tail
 from llmb.launch.event_tail import EventTails, append_run_end
 from llmb.launch.hang_detector import HangDetector
-from llmb.launch.memory_cgroup import oom_kills
+from llmb.launch.memory_cgroup import oom_kills, peak_usage
 from llmb.launch.procfs import descendants
 from llmb.launch.run_folder import RunFolder, printable_path, write_pid_file
 from llmb.launch.verdict import Verdict, exit_codes, finished_run_verdict, last_lines, stopped_run_verdict
@@ -80,6 +80,7 @@ class Launcher:
     stop_signal: int  # on which ranks exit
     signals: Collection[int]  # by which the scheduler ends this process
     verdict: Callable[[int], Verdict]  # for one of these, at the moment it arrives
+    name: str  # with its host, as messages name it: srun on n1
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ def run_local(
             log,
             tails.silent,
             single_rank=config.launch_machine.gpus == 1 or config.engine == "openai",
-            oom_kills=_oom_kills_since(oom_kills_before) if launcher is None else 0,  # a launcher's ranks are elsewhere
+            oom_kills=_oom_kills_since(oom_kills_before),
+            memory=peak_usage(),
+            launcher=launcher.name if launcher is not None else None,
         )
     lines = [] if verdict.failed_rank is None else last_lines(verdict.failed_rank, log)
     if rank0_end is None or lines or verdict != (rank0_end.status, rank0_end.reason, rank0_end.failed_rank):

@@ -1,5 +1,6 @@
 """Memory cgroups of this process: what they leave free, and how many processes the OOM killer has ended.
 
+    peak_usage()         the most memory that a limited cgroup ever used, in words
     memory_limits()      limits of this process's cgroup and those above it; empty where there are none
     oom_kills()          {source: count}; a count that rises during a run means that the kernel killed for memory
 
@@ -49,6 +50,20 @@ def oom_kills() -> dict[str, int]:
         name = f"cgroup {folder.name}"
         counts[name] = read_counter(folder / ("memory.events" if is_v2 else "memory.oom_control"), "oom_kill")
     return {source: count for source, count in counts.items() if count is not None}
+
+
+def peak_usage() -> str | None:
+    """Return the peak and the limit of the smallest limited cgroup in words; None: there is none, or an old kernel."""
+    peaks = []
+    for folder, is_v2 in _memory_folders():
+        limit = _read_number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        peak = _read_number(folder / ("memory.peak" if is_v2 else "memory.max_usage_in_bytes"))
+        if limit is not None and peak is not None and limit < UNLIMITED:
+            peaks.append((limit, peak, folder.name))
+    if not peaks:
+        return None
+    limit, peak, name = min(peaks)
+    return f"cgroup {name}: peak {peak / 2**30:.2f} GiB, limit {limit / 2**30:.2f} GiB"
 
 
 def _memory_folders() -> Iterator[tuple[Path, bool]]:

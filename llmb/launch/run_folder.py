@@ -39,6 +39,8 @@ from llmb.config.serialization import read_json, temporary_path, to_json, write_
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.formats.checkpoint_steps import FOLDER as CHECKPOINTS
+from llmb.formats.folder_access import write_hint
+from llmb.launch.engine_log import open_log
 from llmb.launch.procfs import find_process
 from llmb.launch.secrets import mask, scrub_thoroughly
 
@@ -94,7 +96,7 @@ def write_error(path: Path, error: OSError) -> LlmbError:
     text = f"cannot write to {printable_path(path)}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         return LaunchError(f"{text}; free some space, or choose another folder: LLMB_INSTALL=/folder")
-    return ConfigError(f"{text}; choose a folder you can write to: LLMB_INSTALL=/folder")
+    return ConfigError(f"{text}; {write_hint(path)}")
 
 
 def printable_path(path: Path) -> str:
@@ -125,7 +127,7 @@ class RunFolder:
         """Open the run folder at `path`, long or short."""
         path = path.absolute()
         run_folder = cls(Path(os.path.normpath(path.parent / os.readlink(path))) if path.is_symlink() else path)
-        if not run_folder.config.is_file():
+        if not is_run_folder(run_folder.path):
             raise ConfigError(f"{printable_path(path)} is not a run folder: it holds no {CONFIG_FILE}")
         return run_folder._newest_start()
 
@@ -256,7 +258,7 @@ class RunFolder:
     def add_to_log(self, text: str) -> None:
         """Append text to the log after the engine has exited."""
         try:
-            with self.log.open("a", encoding="utf-8") as log:
+            with open(open_log(self.log), "a", encoding="utf-8") as log:
                 log.write(f"\n{text}\n")
         except OSError as error:
             raise write_error(self.log, error) from error
@@ -381,8 +383,14 @@ class RunFolder:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Return whether a folder exists and is one of a run, whatever state its files are in."""
-    return RunFolder(path).config.is_file()
+    """Return whether a folder exists and is one of a run, whatever state its files are in.
+
+    A folder that this user may not enter is a ConfigError.
+    """
+    try:
+        return RunFolder(path).config.is_file()
+    except PermissionError as error:
+        raise ConfigError(f"cannot read {printable_path(path)}: {error.strerror}") from error
 
 
 def write_pid_file(run_folder: RunFolder, pid: int) -> None:

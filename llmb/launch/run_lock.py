@@ -49,7 +49,7 @@ def exclusive_run_lock(install: Path, config: RunConfig) -> Iterator[None]:
 def file_lock(path: Path) -> Iterator[bool]:
     """Hold a lock on this file, created where it is missing; False: another process holds it."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise write_error(path, error) from error
     try:

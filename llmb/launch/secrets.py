@@ -23,7 +23,7 @@ MIN_SECRET_CHARS = 6  # words like "true" or "1" under a secret's name must not 
 
 _SECRET_NAME = re.compile(
     r"TOKEN$|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION$"
-    r"|(?<!BY)PASS$|(?<!^)(?<!^OLD)PWD$|AUTH$|COOKIE$|(?<![A-Z])SIG$",  # PWD and OLDPWD are the shell's
+    r"|(?<!BY)PASS$|(?<!^)(?<!^OLD)PWD$|AUTHS?$|COOKIES?$|CREDS$|SIG$",  # PWD and OLDPWD are the shell's
     re.IGNORECASE,
 )
 _TOKEN = re.compile(
@@ -34,30 +34,40 @@ _TOKEN = re.compile(
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{20,}"  # GitHub, GitLab
     r"|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{35}|dckr_pat_[A-Za-z0-9_-]{20,}"  # Slack, Google, Docker
     r"|eyJ[A-Za-z0-9_-]{10,1000}+\.[A-Za-z0-9_-]{10,}+\.[A-Za-z0-9_-]{10,}"  # JSON web token
-    r"|(?<=[Bb]earer )[A-Za-z0-9._~+/=-]{16,}"
-    r"|(?<=[?&]sig=)[A-Za-z0-9%+/=_-]{16,}"  # shared access signature
-    r"|(?:(?<=\"auth\":\")|(?<=\"auth\": \"))[A-Za-z0-9+/=]{8,}"  # Docker's config.json
-    r"|\blogin \S+\s+password \S+"  # netrc
-    r"|(?:(?<= -u )|(?<= --user )|(?<= --user=))(?!\d+:\d+\b)[^\s:\"']+:[^\s\"']+"  # curl
-    r"|(?:(?<=[Pp]assword=)|(?<=[Pp]wd=)|(?<=AccountKey=)|(?<=AccessKey=))[^;&\s\"'*][^;&\s\"']{2,}"
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)|(?<=://)[A-Za-z0-9_-]{20,}(?=@)"  # user:password@ or token@ in an address
+    r"|(?<=://)[^/\s:@]{0,200}:(?!\d+(?:/|\s|$))[^\s@]{1,200}(?=@)"  # user:password@ in an address
+    r"|(?<=://)[A-Za-z0-9_-]{20,}(?=@)"  # token@
+)
+# A secret after something that says what it is, which stays.
+_LABELLED = re.compile(
+    r"(?P<label>(?i:bearer)\s{1,3})[A-Za-z0-9._~+/=-]{16,}"
+    r"|(?P<header>(?i:authorization)\W{1,6}(?i:bearer|basic|token)\s{1,3})[A-Za-z0-9._~+/=-]{6,}"
+    r"|(?P<signature>(?i:\bsig|-signature|[?&]signature)=)[A-Za-z0-9%+/=_-]{16,}"  # shared access, presigned address
+    r"|(?P<docker>\\{0,3}\"auth\\{0,3}\"\s{0,3}:\s{0,3}\\{0,3}\")[A-Za-z0-9+/=_-]{8,}"  # Docker's config.json
+    r"|(?P<netrc>\b(?:login\s{1,9}\S{1,200}\s{1,9}(?:account\s\S{1,200}\s{1,9})?|machine\s\S{1,200}\s{1,9})password\s{1,9})\S+"
+    r"|(?P<curl>(?:(?:^|\s)(?:-[uU]|--(?:proxy-)?user)(?:\s+|=)|\bcurl\b[^\n]{0,200}?\s-[uU])[\"']?)"
+    r"(?!\d+:\d+\b)[^\s:\"'/-][^\s:\"'/]{0,200}:[^\s\"']+"
+    r"|(?P<connection>(?:(?i:password|passwd)|[Pp]wd|;\s?PWD|AccountKey|AccessKey)\s?=\s?)"
+    r"(?:'[^'\n]{3,}'|\"[^\"\n]{3,}\"|[^;&\s\"'*][^;&\s\"']{2,})"
 )
 
 # A lower-case substring of each pattern: searching for substrings is far faster than for patterns.
 _TOKEN_HINTS = (
     "hf_", "sk-", "nvapi-", "akia", "asia", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox",
-    "aiza", "dckr_pat_", "eyj", "bearer ", "://", "sig=", '"auth"', "login ", " -u ", " --user", "password=", "pwd=",
-    "accountkey=", "accesskey=",
+    "aiza", "dckr_pat_", "eyj", "bearer", "authorization", "://", "sig=", "signature=", '"auth', "login ", "machine ",
+    "-u", "--user", "--proxy-user", "passw", "pwd", "accountkey", "accesskey",
 )  # fmt: skip
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]{0,20}PRIVATE KEY[A-Z ]{0,10}-----(?:[^-]|-(?!----))*"  # up to END or all of it
     r"(?:-----END [A-Z0-9 ]{0,20}PRIVATE KEY[A-Z ]{0,10}-----)?"
+    r"|(?<=Private-Lines: )\d+(?:\s+[A-Za-z0-9+/=]+)+"  # of PuTTY
 )
 
 # The end of a secret's name in running text: lower-case `key` only as its end, as num_key_value_heads is no secret, but
 # KEY anywhere in an upper-case name such as that of a variable.
 _SECRET_WORD = r"(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)[\w-]{0,40}"
-_NAME_END = rf"(?:{_SECRET_WORD}|TOKEN|KEY|KEY[_-]?ID|AUTHORIZATION|(?-i:KEY[A-Z0-9_]{{0,40}}))"
+_NAME_END = (
+    rf"(?:{_SECRET_WORD}|TOKEN|KEY|KEY[_-]?ID|AUTHORIZATION|(?-i:KEY[A-Z0-9_]{{0,40}}|_(?:PASS|PWD|AUTH|COOKIE|SIG)))"
+)
 _VALUE = (
     r"(?:\\+\"[^\"\\\n]*\\+\""  # \"...\" of JSON inside JSON
     r"|\"(?:\\.|[^\"\\\n])*\""
@@ -74,9 +84,13 @@ _FLAG = re.compile(
 _ENV_LINE = re.compile(
     rf"^(?P<name>(?:export |declare -x |\+ )?\w{{0,64}}?{_NAME_END})(?P<between>=)(?P<value>.+)$", re.I | re.M
 )
-_NAME_HINTS = ("token", "key", "secret", "passw", "passphrase", "credential", "authorization")
+_NAME_HINTS = (
+    "token", "key", "secret", "passw", "passphrase", "credential", "authorization", "_pass", "_pwd", "_auth", "_cookie",
+    "_sig",
+)  # fmt: skip
 _NAME_HINT = re.compile(
-    r"(?:token|key[\w-]{0,41}|authorization|(?:secret|passw|passphrase|credential)[\w-]{0,45})[\\\"']*[ \t]*[:=]"
+    r"(?:token|key[\w-]{0,41}|authorization|_(?:pass|pwd|auth|cookie|sig)"
+    r"|(?:secret|passw|passphrase|credential)[\w-]{0,45})[\\\"']*[ \t]*[:=]"
 )
 _SECRET_NAME_IN_TEXT = re.compile(rf"{_NAME_END}$", re.I)
 _PLAIN_WORD = re.compile(r"true|false|none|null|yes|no|\**", re.I)
@@ -87,8 +101,11 @@ _HIGH_ENTROPY = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+/=
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether an environment variable must not be written to a file."""
-    recognized = _SECRET_NAME.search(name) or _TOKEN.search(value) or _PRIVATE_KEY.search(value)
-    return bool(recognized) or looks_random(value)
+    return bool(_SECRET_NAME.search(name)) or _has_pattern(value) or looks_random(value)
+
+
+def _has_pattern(value: str) -> bool:
+    return any(pattern.search(value) for pattern in (_TOKEN, _LABELLED, _PRIVATE_KEY))
 
 
 def looks_random(value: str) -> bool:
@@ -102,7 +119,7 @@ def looks_random(value: str) -> bool:
 def hidden_by_entropy(environment: Mapping[str, str]) -> list[str]:
     """Return the variables that are masked for no other reason than how random their value looks."""
     named = (name for name, value in environment.items() if looks_random(value))
-    return [name for name in named if not (_SECRET_NAME.search(name) or _TOKEN.search(environment[name]))]
+    return [name for name in named if not (_SECRET_NAME.search(name) or _has_pattern(environment[name]))]
 
 
 def mask(environment: Mapping[str, str]) -> dict[str, str]:
@@ -126,7 +143,11 @@ def scrub(text: str, values: Iterable[str] = ()) -> str:
     """Return text without these values, longest first, and without all that match a token pattern."""
     for value in values:
         text = text.replace(value, MASK)
-    return _scrub_lines(_PRIVATE_KEY.sub(MASK, text), _may_hold_token, lambda lines: _TOKEN.sub(MASK, lines))
+    return _scrub_lines(_PRIVATE_KEY.sub(MASK, text), _may_hold_token, _mask_tokens)
+
+
+def _mask_tokens(text: str) -> str:
+    return _LABELLED.sub(lambda match: next(filter(None, match.groups())) + MASK, _TOKEN.sub(MASK, text))
 
 
 def scrub_named(text: str) -> str:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.launch.command import engine_environment, job_script
+from llmb.launch.engine_log import open_log
 from llmb.launch.local import INTERRUPT_SIGNALS
 from llmb.launch.run_folder import RunFolder, printable_path, write_pid_file
 from llmb.launch.secrets import scrub, secret_values
@@ -39,10 +40,10 @@ def run_server(
     secrets = secret_values({**os.environ, **environment})
     previous = {number: signal.getsignal(number) for number in INTERRUPT_SIGNALS}
     try:
-        log = run_folder.log.open("a", encoding="utf-8")
+        log_file = open_log(run_folder.log)
     except OSError as error:
         raise LaunchError(f"cannot write {printable_path(run_folder.log)}: {error.strerror}") from error
-    with log:
+    with open(log_file, "a", encoding="utf-8") as log:
         process = subprocess.Popen(
             command,
             cwd=run_folder.work,

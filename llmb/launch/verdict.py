@@ -25,6 +25,7 @@ from llmb.events import RunEnded
 
 FAILED_STATUSES = ("failed", "oom", "diverged")
 LAST_LINES = 20
+SUPERVISOR_KILLED = "the supervisor of the engine was killed"
 STACK_LINES = 12  # of a stack trace, innermost frames first
 
 _CRASH_CODES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
@@ -75,20 +76,28 @@ def finished_run_verdict(
     silent: Collection[int] = (),
     single_rank: bool = False,
     oom_kills: int = 0,
+    memory: str | None = None,
+    launcher: str | None = None,
 ) -> Verdict:
     """Judge a run that ended by itself.
 
     `ends`: RunEnded of each rank; `silent`: ranks that had started and wrote none; `log`: its tail, scrubbed;
-    `single_rank`: there is one rank only; `oom_kills`: processes that the kernel killed for memory meanwhile.
+    `single_rank`: there is one rank only; `oom_kills`: processes that the kernel killed for memory meanwhile, on this
+    host; `memory`: how much was used, where known; `launcher`: of ranks on other hosts, with its own: "srun on n1".
     """
+    if launcher is not None and exit_code == -signal.SIGKILL:  # what its ranks report is how they lost it
+        if oom_kills:
+            return _killed_for_memory(f"{launcher} ", oom_kills, memory)
+        return Verdict("failed", f"{launcher} was {_describe_exit(exit_code)}; its ranks ended with it")
     codes = exit_codes(log)
     dead = {rank: code for rank, code in codes.items() if rank not in {end.rank for end in ends}}
     crashed = [rank for rank, code in dead.items() if code in _CRASH_CODES]
     causes = _causes(ends)
     all_lost_peer = bool(causes) and _lost_peer(causes[0])
-    if oom_kills and -signal.SIGKILL in (exit_code, *dead.values()):
+    if oom_kills and launcher is None and -signal.SIGKILL in (exit_code, *dead.values()):
         killed = next((rank for rank, code in dead.items() if code == -signal.SIGKILL), 0 if single_rank else None)
-        return _killed_for_memory(killed, oom_kills)
+        subject = "" if killed is None else f"rank {killed}: "
+        return _killed_for_memory(subject, oom_kills, memory)._replace(failed_rank=killed)
     if crashed and (by_slurm := _TASKS_OUT_OF_MEMORY.search(log)):
         return Verdict("oom", f"rank {crashed[0]}: {by_slurm[0]}", crashed[0])
     if crashed:
@@ -101,6 +110,8 @@ def finished_run_verdict(
     if all_lost_peer:
         return _lost_rank(sorted(silent), causes[0])
     rank0_end = next((end for end in ends if end.rank == 0), None)
+    if exit_code is None and rank0_end is not None and rank0_end.status == "incomplete":
+        return Verdict("failed", f"{SUPERVISOR_KILLED}; its ranks: {rank0_end.reason}")  # nobody cancelled the run
     if rank0_end is None:
         return _unreported(None, exit_code, log)._replace(failed_rank=0 if single_rank else None)
     if rank0_end.status == "ok" and exit_code != 0:
@@ -180,12 +191,11 @@ def _lost_rank(silent: list[int], victim: RunEnded) -> Verdict:
     )
 
 
-def _killed_for_memory(rank: int | None, oom_kills: int) -> Verdict:
+def _killed_for_memory(subject: str, oom_kills: int, memory: str | None) -> Verdict:
     """Judge a run of which the kernel killed a rank, or the launcher, because host memory was exhausted."""
-    prefix = "" if rank is None else f"rank {rank}: "
     processes = "1 process" if oom_kills == 1 else f"{oom_kills} processes"
     reason = f"killed by the kernel's OOM killer, which ended {processes} during the run: host memory was exhausted"
-    return Verdict("oom", f"{prefix}{reason}", rank)
+    return Verdict("oom", f"{subject}{reason}" + (f" ({memory})" if memory else ""))
 
 
 def _unreported(rank: int | None, exit_code: int | None, log: str) -> Verdict:
@@ -202,7 +212,7 @@ def _unreported(rank: int | None, exit_code: int | None, log: str) -> Verdict:
 
 def _describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
-        return "the supervisor of the engine was killed"
+        return SUPERVISOR_KILLED
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

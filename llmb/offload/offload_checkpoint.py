@@ -26,7 +26,7 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import Model, OutOfCore
 from llmb.errors import ConfigError, LaunchError
 from llmb.runtime import checkpoint_folder
-from llmb.runtime.checkpoint_checksums import checksums
+from llmb.runtime.checksums.checkpoint_checksums import checksums
 from llmb.runtime.token_data import TokenFile, data_course
 
 FORMAT = 1  # incremented whenever a tensor of the same name changes its meaning
@@ -74,7 +74,7 @@ def save(
                 futures.append(reader.submit(checksums, [partial / SCALES]))
             files = {name: file for future in futures for name, file in future.result().items()}
         checkpoint_folder.commit(final, identity, FORMAT, files)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, LaunchError) as error:
         checkpoint_folder.discard_partial(final)
         cause = checkpoint_folder.root_cause(error)
         raise LaunchError(f"cannot write checkpoint {final}: {cause} after {written / 1e9:.2f} GB of it") from error

@@ -36,8 +36,8 @@ from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
 from llmb.runtime.adamw_settings import learning_rate
-from llmb.runtime.checkpoint_checksums import CheckpointCheck, damaged_error
 from llmb.runtime.checkpoint_folder import ResumePoint, record_resume
+from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, damaged_error
 from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import is_out_of_memory
 from llmb.runtime.provenance import run_started

@@ -12,6 +12,7 @@ Many llmb-run processes may write at once: every change is one short transaction
 rollback journal is used because a write-ahead log does not work on the network file systems that clusters share.
 """
 
+import os
 import sqlite3
 import sys
 import time
@@ -25,6 +26,7 @@ from typing import Any
 
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError
+from llmb.formats.folder_access import write_hint
 from llmb.results.result import Result
 from llmb.results.run_settings import run_settings
 
@@ -98,13 +100,13 @@ class Store:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():  # SQLite would keep a group out
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
             self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
             if self._version() != SCHEMA_VERSION:
                 self._make_tables()
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {path.parent}: {error.strerror}; set LLMB_INSTALL to a folder you may write"
-            ) from error
+            raise ConfigError(f"cannot write {path}: {error.strerror}; {write_hint(path)}") from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise self._damaged(error) from error
 
@@ -112,6 +114,10 @@ class Store:
         return LaunchError(
             f"the job store {self._path} cannot be used ({error}); move it away and run: llmb-run jobs rebuild"
         )
+
+    def _unwritable(self, error: sqlite3.OperationalError) -> LaunchError:
+        hint = f"; {write_hint(self._path)}" if "readonly" in str(error) else ""
+        return LaunchError(f"the job store cannot be written: {error}{hint}")
 
     def _version(self) -> int | None:
         has_table = self._db.execute("SELECT name FROM sqlite_master WHERE name = 'metadata'").fetchone()
@@ -164,7 +170,7 @@ class Store:
                 with suppress(sqlite3.DatabaseError):  # of a damaged file; it is not written to either way
                     self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError):  # the disk is full, or a lock was held too long
-                raise LaunchError(f"the job store cannot be written: {error}") from error
+                raise self._unwritable(error) from error
             if isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)):
                 raise self._damaged(error) from error
             raise
@@ -173,7 +179,7 @@ class Store:
         try:
             self._db.execute(statement)
         except sqlite3.OperationalError as error:
-            raise LaunchError(f"the job store cannot be written: {error}") from error
+            raise self._unwritable(error) from error
         except sqlite3.DatabaseError as error:
             raise self._damaged(error) from error
 
@@ -212,7 +218,8 @@ class Store:
                 return rows[0]
             final = self.free_id(job_id)
             times = {"submitted_at": now, "updated_at": now}
-            self._set(temporary, {"job_id": final, "status": "pending", "slurm_state": "PENDING", **times})
+            state = {"status": "pending", "slurm_state": "PENDING", "reason": None}
+            self._set(temporary, {"job_id": final, **state, **times})
         return final
 
     def refused(self, temporary: str, reason: str) -> None:

@@ -4,7 +4,7 @@
     checkpoints/step_15.partial/   being written, or left behind by a run that was killed
 
 `checkpoint.json` beside the tensors identifies the run, so that an incompatible resume is refused with the reason, and
-has the checksums of all files (`checkpoint_checksums.py`).
+has the checksums of all files (`checksums/`).
 """
 
 import json
@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llmb.config.serialization import current_names, read_json, to_json, to_plain
+from llmb.config.serialization import current_names, read_json, to_json, to_plain, write_atomic
 from llmb.config.spec import Model, OutOfCore, Training
 from llmb.errors import ConfigError
 from llmb.events import RunResumed
@@ -31,7 +31,7 @@ IDENTITY = "checkpoint.json"
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # format of libraries written in Rust
 
 
-FileChecksums = dict[str, dict[str, int]]  # size and CRC-32 by file name
+FileChecksums = dict[str, dict[str, int]]  # size and checksum by file name
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ def partial_path(final: Path) -> Path:
 def create_partial(final: Path) -> Path:
     """Create the empty folder to write a checkpoint to."""
     partial = partial_path(final)
+    if partial.is_symlink():  # never written through
+        partial.unlink()
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed run in this folder
     partial.mkdir(parents=True, exist_ok=True)  # another rank may create it first
     return partial
@@ -142,7 +144,7 @@ def commit(final: Path, identity: dict[str, Any], format_version: int, files: Fi
     partial = partial_path(final)
     content = {"format": format_version, "step": checkpoint_step(final)} | identity | {"files": files}
     content = json.loads(to_json(content))  # as it will be read
-    _write_durably(partial / IDENTITY, to_json(content | {"crc32": _crc32(content)}))
+    write_atomic(partial / IDENTITY, to_json(content | {"crc32": _crc32(content)}), durable=True)
     fsync(partial)
     partial.rename(final)
     fsync(final.parent)
@@ -193,10 +195,3 @@ def _difference(name: str, saved: Any, current: Any) -> str:
         inner = next(key for key in {**current, **saved} if saved.get(key) != current.get(key))
         return _difference(f"{name}.{inner}", saved.get(inner), current.get(inner))
     return f"{name}={saved}, this run has {current}"
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -26,8 +26,8 @@ from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import Network
 from llmb.runtime import checkpoint_folder
-from llmb.runtime.checkpoint_checksums import CheckpointCheck, checksums, damaged_error
 from llmb.runtime.checkpoint_folder import FileChecksums
+from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums, damaged_error
 from llmb.runtime.faults.fault_injector import FaultInjector
 from llmb.runtime.token_data import TokenFile
 from llmb.train.checkpoint_identity import FORMAT, course, identity

@@ -1,8 +1,15 @@
 """Where `llmb-run submit` runs a job, and its job script, without Slurm."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from llmb.cli.jobs.lost_submissions import recover_submission
+from llmb.launch.install_root import install_root
+from llmb.launch.run_folder import store_path
+from llmb.results.job_store import Store
 
 PROXY = ["submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "2", "--proxy"]
 H100 = ["submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "16", "--gpu-type", "h100"]
@@ -84,3 +91,22 @@ def test_allocation_that_is_too_small_is_refused(llmb_run, monkeypatch):
     code, _, err = llmb_run(*H100)
     assert code == 1
     assert "2 nodes of 8 ranks are needed, this allocation has 1; sbatch -N 2" in err
+
+
+def test_submit_while_the_controller_is_down_says_so_now_and_later(llmb_run, tmp_path, monkeypatch):
+    down = "Unable to contact slurm controller (connect failure)"
+    for name in ("sbatch", "squeue", "sacct"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{name}: error: {down}' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    code, _, err = llmb_run(*PROXY, "--gpu-type", "cpu", "--on", "slurm")
+    assert code == 2
+    first, second = err.splitlines()
+    assert first.endswith(f": Slurm does not respond: {down}")
+    assert second == "ERROR: Slurm does not say whether it took 1 of 1 jobs; once it responds, llmb-run jobs does"
+    with Store(store_path(install_root(os.environ))) as store:
+        (job,) = store.jobs()
+        assert (job.status, job.reason) == ("submitting", f"Slurm does not respond: {down}")
+        monkeypatch.setattr("llmb.launch.slurm.slurm_jobs.find_by_comment", lambda comment: None)  # it responds again
+        job = recover_submission(store, replace(job, created_at=0.0))
+        assert (job.status, job.reason) == ("failed", f"never submitted: Slurm does not respond: {down}")

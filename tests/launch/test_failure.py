@@ -14,7 +14,7 @@ from llmb.launch.failure import Failure, diagnose, diagnose_run
 from llmb.launch.failure_symptoms import FailureKind
 from llmb.launch.nccl_watchdog import collective_timeout
 from llmb.launch.run_folder import RunFolder
-from llmb.launch.verdict import Verdict
+from llmb.launch.verdict import Verdict, finished_run_verdict
 
 STEP_OOM = """\
 slurmstepd-n2: error: Detected 1 oom-kill event(s) in StepId=15.0. Some of your processes may have been killed by ...
@@ -110,6 +110,39 @@ def test_log_of_an_earlier_start_of_a_requeued_job_does_not_count():
     end = failed("rank 2: ValueError: no such layer", 2)
     assert diagnose(end, job("FAILED", restarts=1), NODE_LOST).kind == "program_error"
     assert diagnose(None, job("NODE_FAIL", restarts=1), NODE_LOST).excluded_nodes == ("n2",)
+
+
+@pytest.mark.parametrize("end", [None, failed("ended by Slurm with SIGTERM: node failure", status="incomplete")])
+def test_node_failure_whose_requeue_could_not_start(end):
+    requeued = job("FAILED", restarts=1, exit_code=None, signal=None, nodes=None)
+    failure = diagnose(end, requeued, NODE_LOST, newest_start_began=False)
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("node_failure", True, ("n2",))
+    without_log = diagnose(end, requeued, newest_start_began=False)
+    assert (without_log.kind, without_log.retryable) == ("node_failure", True)
+    assert "FAILED after a requeue, before the run could start again" in without_log.reason
+    preempted = NODE_LOST.splitlines()[1].replace("NODE FAILURE, SEE SLURMCTLD LOG FOR ...", "PREEMPTION ***")
+    assert diagnose(end, requeued, preempted, newest_start_began=False).kind == "preemption"
+    assert diagnose(end, job("CANCELLED", restarts=1), NODE_LOST, newest_start_began=False).kind == "cancelled"
+
+
+@pytest.mark.parametrize(("allocation", "kind"), [(None, "node_failure"), (0, "node_failure"), (1, "program_error")])
+def test_newest_start_is_known_by_its_allocation(tmp_path, config, allocation, kind):
+    run = RunFolder.create(tmp_path, config, datetime(2026, 11, 15))
+    if allocation is not None:
+        run.allocation.write_text(f'{{"restarts": {allocation}}}')
+    run.slurm_output("7").write_text(NODE_LOST)
+    assert diagnose_run(run, job("FAILED", restarts=1)).kind == kind
+
+
+def test_killed_supervisor_is_not_cancelled():
+    end = RunEnded(status="incomplete", reason="interrupted by SIGTERM after step 3")
+    verdict = finished_run_verdict(None, [end], "")
+    assert verdict.status == "failed"
+    assert verdict.reason == "the supervisor of the engine was killed; its ranks: interrupted by SIGTERM after step 3"
+    failure = diagnose(verdict, job("FAILED"), "srun: error: n1: tasks 0-3: Terminated\n", ranks(silent=(2, 3)))
+    assert (failure.kind, failure.reason, failure.excluded_nodes) == ("killed", verdict.reason, ())
+    assert diagnose(finished_run_verdict(None, [], ""), job("FAILED")).kind == "killed"
+    assert finished_run_verdict(0, [end], "") == ("incomplete", end.reason, None)  # the engine was told to stop
 
 
 def test_oom_kill_of_a_step():

@@ -50,6 +50,16 @@ def test_version_1(cgroups, tmp_path):
     assert memory_cgroup.oom_kills()["cgroup job"] == 1
 
 
+def test_peak_of_the_smallest_limit_is_known(cgroups, tmp_path):
+    (tmp_path / "own").write_text("0::/job/step\n")
+    write(cgroups / "job", max=f"{8 * GIB}\n", peak=f"{6 * GIB}\n")
+    write(cgroups / "job" / "step", max=f"{2 * GIB}\n", peak=f"{2 * GIB}\n")
+    assert memory_cgroup.peak_usage() == "cgroup step: peak 2.00 GiB, limit 2.00 GiB"
+    (cgroups / "job" / "step" / "memory.peak").unlink()  # an older kernel
+    (cgroups / "job" / "memory.max").write_text("max\n")
+    assert memory_cgroup.peak_usage() is None
+
+
 def test_available_memory_is_what_the_smallest_limit_leaves(cgroups, tmp_path):
     (tmp_path / "own").write_text("0::/\n")
     assert 0 < local_machine.available_memory_bytes() <= local_machine.host_memory_bytes()

@@ -1,6 +1,7 @@
 """Runs of real child processes: each exit has a status, and no process is left behind."""
 
 import os
+import resource
 import threading
 import time
 from dataclasses import replace
@@ -212,11 +213,16 @@ def test_missing_command_is_a_launch_error(config, run_folder):
 
 
 def test_full_disk_stops_the_run_and_leaves_the_folder_readable(config, run_folder, engine):
-    run_folder.log.symlink_to("/dev/full")
-    command = engine("exit_on_sigterm()\nrecord_pid()\nwrite(StepDone(step=1))\nprint('hello')\ntime.sleep(60)")
+    source = "exit_on_sigterm()\nrecord_pid()\nwrite(StepDone(step=1))\nprint('hello ' * 20_000)\ntime.sleep(60)"
+    command = engine(source)
     start = time.monotonic()
-    with pytest.raises(LaunchError, match=r"log-.*\.out: No space left on device") as raised:
-        run_local(config, run_folder, command, {}, lambda event: None, 20)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # the log is the only file that grows so far
+    try:
+        with pytest.raises(LaunchError, match=r"log-.*\.out: File too large") as raised:
+            run_local(config, run_folder, command, {}, lambda event: None, 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert raised.value.exit_code == 2
     assert time.monotonic() - start < 10
     assert live_pids(run_folder) == []
@@ -224,7 +230,7 @@ def test_full_disk_stops_the_run_and_leaves_the_folder_readable(config, run_fold
     step, *_, end = events.read(run_folder.events(0))
     assert isinstance(step, StepDone)
     assert end.status == "failed"
-    assert "No space left" in end.reason
+    assert "File too large" in end.reason
 
 
 def test_unwritable_log_is_a_launch_error(config, run_folder, engine):

@@ -5,7 +5,7 @@ import pytest
 from llmb.errors import ConfigError
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.job_script import _parse_slurm_args
-from llmb.launch.slurm.sbatch_options import parse_additional_params
+from llmb.launch.slurm.sbatch_options import RESERVED_OPTIONS, parse_additional_params
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,8 @@ from llmb.launch.slurm.sbatch_options import parse_additional_params
         ("ar=0-3", "array: is set by each run"),
         ("wr=rm -r x", "wrap: is set by each run"),
         ("outp=x", "output: is set by each run"),
+        ("tasks=3", "tasks-per-node: is set by each run"),
+        ("ui=0", "uid: is set by each run"),
         ("resv=x", None),
         ("nodeli=n1", "nodelist: has an option of its own"),
         ("ex=x", "ex is ambiguous: exclude, exclusive, export"),
@@ -25,6 +27,14 @@ def test_abbreviation(argument, message):
         return
     with pytest.raises(ConfigError, match=message):
         _parse_slurm_args([argument])
+
+
+@pytest.mark.parametrize("option", sorted(RESERVED_OPTIONS))
+def test_no_abbreviation_of_a_reserved_option_passes(option):
+    """Each is refused, as it is this option, or ambiguous, or the beginning of another that is refused."""
+    for length in range(1, len(option) + 1):
+        with pytest.raises(ConfigError):
+            _parse_slurm_args([f"{option[:length]}=1"])
 
 
 def test_abbreviation_in_additional_params():

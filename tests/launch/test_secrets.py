@@ -1,8 +1,10 @@
 """Secret values never reach a file."""
 
+import json
+
 import pytest
 
-from llmb.launch.secrets import hidden_by_entropy, mask, scrub, secret_values
+from llmb.launch.secrets import hidden_by_entropy, mask, scrub, scrub_thoroughly, secret_values
 
 HF = "hf_" + "aB3" * 9
 
@@ -41,7 +43,16 @@ def test_secret_by_pattern(secret, suffix):
 
 
 @pytest.mark.parametrize(
-    "text", ["hf_hub_download", "risk-based-learning-rate-schedule-of-the-task", "http://host:80/a@b"]
+    "text",
+    [
+        "hf_hub_download",
+        "risk-based-learning-rate-schedule-of-the-task",
+        "http://host:80/a@b",
+        "docker run -u 1000:1000 image",
+        "PWD=/home/me/work",
+        "the bearer of this message",
+        "design=a-very-long-name-of-a-design",
+    ],
 )
 def test_ordinary_text_is_not_scrubbed(text):
     assert scrub(text) == text
@@ -59,7 +70,8 @@ def test_longer_secret_is_scrubbed_first():
 
 
 @pytest.mark.parametrize(
-    "name", ["DB_PASS", "MYSQL_PWD", "SMTP_PASSWD", "GCP_CREDENTIAL", "PROXY_AUTH", "COOKIE", "URL_SIG"]
+    "name",
+    ["DB_PASS", "MYSQL_PWD", "SMTP_PASSWD", "GCP_CREDENTIAL", "PROXY_AUTH", "COOKIE", "URL_SIG", "XSIG", "DB_CREDS"],
 )
 def test_secret_by_the_end_of_its_name(name):
     assert mask({name: "anything"}) == {name: "***"}
@@ -82,6 +94,26 @@ def test_names_that_only_resemble_those_of_secrets(name):
         ("Server=db;User Id=me;Password=hunter2x;", "hunter2x"),
         ("DefaultEndpointsProtocol=https;AccountKey=hunter2xhunter2x==;", "hunter2xhunter2x=="),
         ("postgresql://me:hunter2x@db/x", "hunter2x"),
+        ('{"auths": {"nvcr.io": {"auth" : "JG9hdXRodG9rZW46c2Vj"}}}', "JG9hdXRodG9rZW46c2Vj"),
+        (r"{\"auths\":{\"nvcr.io\":{\"auth\":\"JG9hdXRodG9rZW46c2Vj\"}}}", "JG9hdXRodG9rZW46c2Vj"),
+        ("machine host\n  login me\n  password hunter2x\n", "hunter2x"),
+        ("machine host password hunter2x login me", "hunter2x"),
+        ("machine host login me account mine password hunter2x", "hunter2x"),
+        ("-u me:hunter2x https://host", "hunter2x"),
+        ("curl -ume:hunter2x https://host", "hunter2x"),
+        ("curl -u 'me:hunter2x' https://host", "hunter2x"),
+        ('curl --user="me:hunter2x" https://host', "hunter2x"),
+        ("curl --proxy-user me:hunter2x https://host", "hunter2x"),
+        ("sig=abc%2Bdefghijklmnop%3D&se=1", "abc%2Bdefghijklmnop%3D"),
+        ("https://host/b?X-Amz-Signature=0123456789abcdef0123456789abcdef", "0123456789abcdef0123456789abcdef"),
+        ("AUTHORIZATION: BEARER abcdefghijklmnopqrst", "abcdefghijklmnopqrst"),
+        ("Authorization: Basic bWU6aHVudGVyMng=", "bWU6aHVudGVyMng="),
+        ("Server=db;Password = hunter2x;", "hunter2x"),
+        ("Driver=x;UID=me;PWD=hunter2x", "hunter2x"),
+        ("host=db password='hunter2x and more' dbname=x", "hunter2x and more"),
+        ("redis://:hunter2x@host:6379/0", "hunter2x"),
+        ("postgresql://me:hunter/2x@db/x", "hunter/2x"),
+        ("PuTTY-User-Key-File-2: ssh-rsa\nPrivate-Lines: 1\nhunter2x", "hunter2x"),
         ("-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2x\n-----END OPENSSH PRIVATE KEY-----", "hunter2x"),
     ],
 )
@@ -108,3 +140,19 @@ def test_random_value_is_hidden_and_named():
 )
 def test_ordinary_values_are_not_random(value):
     assert mask({"PLAIN": value}) == {"PLAIN": value}
+
+
+def test_label_of_a_secret_stays_and_json_stays_valid():
+    text = '{"auths": {"nvcr.io": {"auth": "JG9hdXRodG9rZW46c2Vj"}}, "rate": 3}'
+    assert json.loads(scrub(text)) == {"auths": {"nvcr.io": {"auth": "***"}}, "rate": 3}
+    assert scrub("host=db password=hunter2x dbname=x") == "host=db password=*** dbname=x"
+
+
+@pytest.mark.parametrize(
+    "name", ["DB_PASS", "MYSQL_PWD", "SMTP_PASSWD", "X_CREDENTIAL", "PROXY_AUTH", "A_COOKIE", "B_SIG"]
+)
+def test_printed_environment_is_scrubbed_by_the_end_of_names(name):
+    """As in a log or a script that goes into an archive."""
+    for text in (f"{name}=hunter2x", f"export {name}='hunter2x'", f'"{name}": "hunter2x"'):
+        assert "hunter2x" not in scrub_thoroughly(text)
+        assert name in scrub_thoroughly(text)

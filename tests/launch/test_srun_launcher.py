@@ -6,8 +6,10 @@ import time
 import pytest
 
 from llmb.events import RunEnded, RunStarted
+from llmb.launch.failure import diagnose
 from llmb.launch.local import run_local
 from llmb.launch.run_folder import RunFolder
+from llmb.launch.slurm.slurm_jobs import JobState
 from llmb.launch.slurm.srun import srun_launcher
 from llmb.launch.verdict import Verdict, exit_codes, finished_run_verdict, stopped_run_verdict
 
@@ -31,7 +33,7 @@ def run_launcher(config, run_folder, engine):
     def run(ranks_exit: bool, on_event=lambda event: None, timeout_s: float = 1.0):
         source, launcher = (
             LAUNCHER.replace("{ranks_exit}", str(ranks_exit)),
-            srun_launcher(run_folder.slurm_output("7")),
+            srun_launcher(run_folder.slurm_output("7"), "n1"),
         )
         return run_local(config, run_folder, engine(source), {}, on_event, timeout_s, grace_s=1.0, launcher=launcher)
 
@@ -81,7 +83,9 @@ def test_verdict_for_a_signal_of_the_scheduler(run_launcher, number, status, rea
 def test_cause_from_the_output_of_slurm(tmp_path, due_to, status, cause):
     output = tmp_path / "slurm-7.out"
     output.write_text(f"hello\nslurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-15T13:05:33{due_to} ***\n")
-    assert srun_launcher(output).verdict(signal.SIGTERM) == Verdict(status, f"ended by Slurm with SIGTERM: {cause}")
+    assert srun_launcher(output, "n1").verdict(signal.SIGTERM) == Verdict(
+        status, f"ended by Slurm with SIGTERM: {cause}"
+    )
 
 
 KILLED = """\
@@ -130,3 +134,35 @@ def test_each_restart_gets_its_own_folder(run_folder):
         run_folder.config,
         run_folder.created_at,
     )
+
+
+def test_killed_launcher_is_the_culprit_not_a_rank_that_lost_it(run_folder, config, engine):
+    source = """
+write(RunStarted(time=time.time(), world_size=2, pid=os.getpid()))
+write(RunEnded(time=time.time(), status="failed", reason="Connection closed by peer"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    launcher = srun_launcher(run_folder.slurm_output("7"), "n1")
+    outcome = run_local(config, run_folder, engine(source), {}, lambda event: None, 60.0, launcher=launcher)
+    assert (outcome.status, outcome.failed_rank) == ("failed", None)
+    assert outcome.reason == "srun on n1 was killed by signal 9 (SIGKILL); its ranks ended with it"
+    ranks = [RunStarted(time=1.0, rank=rank, host=host) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
+    ends = [RunEnded(rank=rank, status="failed", reason="Connection closed by peer") for rank in (0, 1)]
+    job = JobState(job_id="7", phase="ended", state="FAILED", exit_code=2, nodes="n[1-2]")
+    failure = diagnose(Verdict(outcome.status, outcome.reason), job, "", [*ranks, *ends])
+    assert failure is not None
+    assert failure.kind == "killed"
+    assert "killed for an unknown reason on n1: srun on n1 was killed" in failure.reason
+
+
+def test_launcher_killed_for_memory_is_oom_on_its_host():
+    verdict = finished_run_verdict(-9, [], "", oom_kills=1, launcher="srun on n1", memory="cgroup job: peak 2 GiB")
+    assert (verdict.status, verdict.failed_rank) == ("oom", None)
+    assert (verdict.reason or "").startswith("srun on n1 killed by the kernel's OOM killer")
+    assert (verdict.reason or "").endswith("(cgroup job: peak 2 GiB)")
+    failure = diagnose(verdict, JobState(job_id="7", phase="ended", state="FAILED", nodes="n[1-2]"))
+    assert failure is not None
+    assert (failure.kind, " on n1: " in failure.reason) == ("oom_kill", True)
+    # What the kernel did on this host says nothing about a rank that was killed on another.
+    log = "srun: error: n2: task 3: Killed\n"
+    assert finished_run_verdict(1, [], log, oom_kills=1, launcher="srun on n1").status == "failed"

@@ -20,8 +20,8 @@ from llmb.errors import ConfigError
 from llmb.formats.token_file import TokenWriter
 from llmb.models.architectures import build_model
 from llmb.results.derive import derive
-from llmb.runtime.checkpoint_checksums import find_damage
 from llmb.runtime.checkpoint_folder import IDENTITY, checkpoint_step, complete_checkpoints, latest_checkpoint
+from llmb.runtime.checksums.checkpoint_checksums import find_damage
 from llmb.train import loop
 from llmb.train.__main__ import main
 from llmb.train.checkpoint_identity import FORMAT

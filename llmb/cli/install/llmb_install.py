@@ -41,6 +41,7 @@ EXAMPLES = """examples:
   llmb-install --record answers.yaml                   write the answers to a file (no secrets) ...
   llmb-install --play answers.yaml                     ... and use them again, without a terminal
   LLMB_INSTALL=/shared/llmb llmb-install --json        for programs
+  LLMB_INSTALL=/shared/llmb llmb-install --shared hpc  one folder for all users of the group hpc
   llmb-install verify DeepSeek-R1-FP4                  what is wrong with a folder of weights
 
 the file: $LLMB_INSTALL/cluster_config.yaml, yours to edit; one in the current folder takes precedence
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--version", action="version", version=f"llmb {__version__}")
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     top.add_argument("--json", action="store_true", help="as JSON")
+    help_text = "let all users of a group run in the folder: group, setgid bit and ACLs of all in it"
+    top.add_argument("--shared", metavar="GROUP", help=help_text)
     _add_set_up(top)
     top.set_defaults(run=_install)
     commands = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
@@ -86,6 +89,7 @@ def _add_set_up(top: argparse.ArgumentParser) -> None:
 
 def _install(options: argparse.Namespace) -> int:
     from llmb.cli.install.recipe_folders import create_recipe_folders
+    from llmb.cli.install.shared_folder import share_folder
     from llmb.config.serialization import to_json
     from llmb.launch.command import engine_install_command
     from llmb.launch.run_folder import store_path
@@ -96,11 +100,12 @@ def _install(options: argparse.Namespace) -> int:
     if options.record:
         check_new_file(options.record)
     root = _root(answer_file)
-    folder_notes: list[str] = []
+    folder_notes = [f"{root} would be shared with group {options.shared}"] if options.shared else []
     if not options.dry_run:
+        shared_notes = share_folder(root, options.shared) if options.shared else []
         with Store(store_path(root)):
             pass
-        folder_notes = create_recipe_folders(root)
+        folder_notes = shared_notes + create_recipe_folders(root)
     setup, slurm, notes = _cluster(options, answer_file, root)
     notes += folder_notes
     findings = {"folder": str(root), **_findings(), "Slurm": slurm}

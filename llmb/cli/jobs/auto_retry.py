@@ -11,6 +11,7 @@ from llmb.cli.jobs.job_outcome import read_job_outcome
 from llmb.cli.jobs.polling import print_to_stderr
 from llmb.cli.jobs.retry import resubmit
 from llmb.errors import LlmbError
+from llmb.formats.folder_access import is_own
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.slurm_jobs import SlurmUnavailable, states
 from llmb.results.job_store import Job, Store
@@ -18,11 +19,16 @@ from llmb.results.job_store import Job, Store
 
 def retry_failed(store: Store, log: Callable[[str], None] = print_to_stderr) -> list[str]:
     """Resubmit the jobs that are to be retried; return the ids of the new jobs."""
-    jobs = store.jobs_to_retry()
+    jobs = own_jobs_to_retry(store)
     if not jobs or not _slurm_responds(jobs):
         return []
     new_ids = (_retry(store, job, log) for job in jobs)
     return [job_id for job_id in new_ids if job_id is not None]
+
+
+def own_jobs_to_retry(store: Store) -> list[Job]:
+    """Return the ended jobs of this user with retries left: a job of another would run under this user's account."""
+    return [job for job in store.jobs_to_retry() if is_own(Path(job.run_dir))]
 
 
 def _slurm_responds(jobs: list[Job]) -> bool:

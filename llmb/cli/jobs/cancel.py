@@ -5,13 +5,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from llmb.cli.jobs.job_table import filters, is_filtered
 from llmb.cli.jobs.jobs import open_store
 from llmb.cli.jobs.polling import Poller
 from llmb.errors import ConfigError, LaunchError, LlmbError
+from llmb.formats.folder_access import owner
 from llmb.launch.run_folder import RunFolder, is_alive, live_pid
 from llmb.launch.slurm import slurm_jobs
 from llmb.results.job_store import Job, Store
@@ -70,5 +70,9 @@ def _cancel_local(job: Job) -> None:
         raise ConfigError("runs on another host; cancel it there")
     pid = live_pid(run)
     if pid is not None:
-        with suppress(ProcessLookupError):
+        try:
             os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:  # it has just ended
+            pass
+        except PermissionError as error:
+            raise ConfigError(f"belongs to {owner(run.path)}, who alone can cancel it") from error

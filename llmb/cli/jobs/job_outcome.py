@@ -9,14 +9,16 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmb.cli.stored_runs import load_run, write_result
+from llmb.cli.stored_runs import load_events, load_run, unwritten, write_result
 from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig, Status
+from llmb.errors import LaunchError
 from llmb.events import RunEnded
 from llmb.launch.event_tail import append_run_end, read_run_end
 from llmb.launch.failure import Failure, diagnose_run
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.slurm_jobs import JobState
+from llmb.results.derive import derive
 from llmb.results.job_store import Job, figures
 from llmb.results.result import Result
 
@@ -55,18 +57,17 @@ def has_end(run: RunFolder) -> bool:
     return run.result.exists() or read_run_end(run.events(0)) is not None
 
 
-def record_outcome(run: RunFolder, job: Job, state: JobState | None) -> dict[str, Any]:
+def record_outcome(run: RunFolder, job: Job, state: JobState | None, *, must_write: bool = True) -> dict[str, Any]:
     """Store the outcome of an ended job in its folder; return the columns of its row.
 
-    `state`: from Slurm; None: Slurm has forgotten the job, and the folder says how it ended.
+    `state`: from Slurm; None: Slurm has forgotten the job, and the folder says how it ended. `must_write`: a folder
+    that cannot be written is a LaunchError; else the row alone has what is known.
     """
     config, result = load_run(run)
     if run.all_events():  # ranks may have outlived their supervisor, and written more since the result was derived
-        result = write_result(run, config)
+        result = write_result(run, config) if must_write else derive(config, load_events(run, config))
     failure = diagnose_run(run, state)
     final = _with_failure(result, failure)
-    if final != result or not run.result.exists():
-        write_atomic(run.result, to_json(final) + "\n")
     outcome = JobOutcome(
         slurm_state=state.state if state else None,
         nodes=state.nodes if state and state.nodes else job.nodes,
@@ -77,7 +78,14 @@ def record_outcome(run: RunFolder, job: Job, state: JobState | None) -> dict[str
         retryable=failure.retryable if failure else False,
         excluded_nodes=failure.excluded_nodes if failure else (),
     )
-    _write(run, outcome)
+    try:
+        if final != result or not run.result.exists():
+            write_atomic(run.result, to_json(final) + "\n")
+        _write(run, outcome)
+    except LaunchError as error:
+        if must_write:
+            raise
+        final = unwritten(final, error)
     return {**figures(final), **outcome.columns, "refreshed_at": time.time()}
 
 

@@ -2,7 +2,8 @@
 
 Searched in this order: the record that llmb-run writes under the job id, the output file that Slurm names after it, and
 Slurm itself by the job's --comment. If all three fail, and the submitter has been gone for so long that no request of
-its can still be pending, the job was never submitted.
+its can still be pending, the job was never submitted. Slurm is asked for jobs of this user only, so a submission of
+another user on the same installation is left to them.
 """
 
 import os
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 from llmb.cli.jobs.job_outcome import record_unsubmitted
+from llmb.formats.folder_access import is_own
 from llmb.launch.run_folder import RunFolder, is_alive, live_pid
 from llmb.launch.slurm import slurm_jobs
 from llmb.launch.slurm.submission import read_submission, record_job_name
@@ -31,8 +33,9 @@ def recover_submission(store: Store, job: Job) -> Job:
         run.add_short_path(name)
         return store.now(job)
     if not may_still_appear(run, job.created_at):
-        record_unsubmitted(run, run.read_config(), NEVER_SUBMITTED)
-        store.refused(job.job_id, NEVER_SUBMITTED)
+        reason = f"never submitted: {job.reason}" if job.reason else NEVER_SUBMITTED
+        record_unsubmitted(run, run.read_config(), reason)
+        store.refused(job.job_id, reason)
     return store.now(job)
 
 
@@ -47,6 +50,8 @@ def find_slurm_id(run: RunFolder) -> str | None:
 
 def may_still_appear(run: RunFolder, created_at: float) -> bool:
     """Return whether a job that was not found may still appear."""
+    if not is_own(run.path):
+        return True
     alive = _submitter_is_alive(run)
     timeout_s = REQUEST_TIMEOUT_S if alive is False else REMOTE_SUBMITTER_TIMEOUT_S
     return bool(alive) or time.time() - created_at <= timeout_s

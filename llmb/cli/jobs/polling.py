@@ -9,20 +9,22 @@ lost: its outcome is unknown, which is not the same as failed. While Slurm does 
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmb.cli.jobs.damaged_runs import DAMAGED, describe_damage
 from llmb.cli.jobs.job_outcome import has_end, record_outcome
 from llmb.cli.jobs.lost_submissions import recover_submission
-from llmb.cli.stored_runs import load_run, write_result
-from llmb.errors import LaunchError
+from llmb.cli.stored_runs import load_run, settle_result
+from llmb.errors import ConfigError, LaunchError
 from llmb.launch.run_folder import RunFolder, is_alive, is_run_folder
 from llmb.launch.slurm.slurm_jobs import JobState, SlurmUnavailable, states
 from llmb.launch.slurm.submission import Submission, read_submission
-from llmb.results.job_store import Job, Store
+from llmb.results.job_store import Job, Store, figures
 
 FILE_SYNC_S = 5.0  # until writes of another node are visible on a network file system
+UNWRITABLE_GRACE_S = 60.0  # after the end of a job, while its folder may become writable again
 UNKNOWN_JOB_GRACE_S = 60.0  # a job just submitted may be missing from the output of squeue and sacct
 
 
@@ -40,28 +42,62 @@ class Poller:
         self._down = False  # at the last query
         self._skip_slurm = False  # in this pass: another query would only time out like the first
         self._reported: set[str] = set()
+        self._unsaved: dict[str, Job] = {}  # by run folder: rows that the store could not take
 
     def refresh(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the same jobs as they are now, and update the store."""
         self._skip_slurm = False
         jobs = [self._refresh_without_slurm(job) for job in jobs]
         self._query_slurm([job for job in jobs if job.slurm_id and _is_unfinished(job)])
-        return [self._store.now(job) if _is_unfinished(job) else job for job in jobs]
+        return self.with_unsaved([self._store.now(job) if _is_unfinished(job) else job for job in jobs])
+
+    def with_unsaved(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return these rows as they would be if the store could be written: a full disk must not hide an end."""
+        return [self._unsaved.get(job.run_dir, job) for job in jobs]
 
     def _refresh_without_slurm(self, job: Job) -> Job:
         """Refresh a job as far as possible without its Slurm state."""
         try:
             if job.launcher == "local":
-                return refresh_local(self._store, job) if job.going else job
+                return self._refresh_local(job) if _is_unfinished(job) else job
             return recover_submission(self._store, job) if job.status == "submitting" and not self._skip_slurm else job
         except SlurmUnavailable as down:
             self._report_down(down, [job])
         except Exception as error:  # a folder that was moved away or damaged must not hide the other runs
-            if isinstance(error, LaunchError) or not is_run_folder(Path(job.run_dir)):
-                self._report_once(f"{job.job_id}: {describe_damage(error)}")
+            if isinstance(error, LaunchError) or not _is_readable(job):
+                if job.going:
+                    self._report_once(f"{job.job_id}: {describe_damage(error)}")
+                if job.launcher == "local" and not isinstance(error, LaunchError):
+                    self._save([(job, _unreadable(error))])
             else:
-                self._store.move_on(job, **self._damaged(job, error))
+                self._save([(job, self._damaged(job, error))])
         return job
+
+    def _refresh_local(self, job: Job) -> Job:
+        """Refresh a local job: if its process is gone from this host, derive how it ended."""
+        run = RunFolder.open(Path(job.run_dir))
+        if is_alive(run) is not False:
+            return job
+        config, _ = load_run(run)
+        if config.limits.max_restarts and not run.result.exists() and _is_writing(run):
+            return job  # llmb-run may be about to start it again
+        result = settle_result(run, config)
+        self._save([(job, figures(result))])
+        if run.job_id is None:  # llmb-run was killed before it could write it
+            run.write_record(config, job.job_id)
+        return self._store.now(job)
+
+    def _save(self, changes: Sequence[tuple[Job, dict[str, Any]]]) -> None:
+        """Update rows in the store, or keep them in memory if it cannot be written."""
+        try:
+            with self._store.many():
+                for job, columns in changes:
+                    if columns:
+                        self._store.move_on(job, **columns)
+                        self._unsaved.pop(job.run_dir, None)
+        except LaunchError as error:
+            self._report_once(str(error))
+            self._unsaved |= {job.run_dir: replace(job, **columns) for job, columns in changes if columns}
 
     def _query_slurm(self, jobs: Sequence[Job]) -> None:
         if not jobs or self._skip_slurm:
@@ -74,14 +110,7 @@ class Poller:
         if self._down:
             self._log("Slurm responds again")
             self._down = False
-        changes = [(job, self._new_columns(job, by_id.get(job.slurm_id or ""))) for job in jobs]
-        try:
-            with self._store.many():
-                for job, columns in changes:
-                    if columns:
-                        self._store.move_on(job, **columns)
-        except LaunchError as error:  # the rows as they are can still be shown
-            self._report_once(str(error))
+        self._save([(job, self._new_columns(job, by_id.get(job.slurm_id or ""))) for job in jobs])
 
     def _new_columns(self, job: Job, state: JobState | None) -> dict[str, Any]:
         """Return the columns to update in a job's row."""
@@ -101,15 +130,21 @@ class Poller:
                 return _slurm_columns(state, job)  # treated as active until its files are visible
             if state is None and not ended:
                 return _lost(job, certain=id_reused)
-            return record_outcome(run, job, state)
-        except LaunchError as error:  # the disk is full, for example: the next refresh tries again
-            self._report_once(f"{job.job_id}: {error}")
-            return {}
+            return self._outcome(run, job, state)
         except Exception as error:
             columns = _slurm_columns(state, job) if state else {}
-            if is_run_folder(Path(job.run_dir)):
-                return {**columns, **self._damaged(job, error)}
-            return {**columns, "status": "lost", "reason": f"its run folder cannot be read: {describe_damage(error)}"}
+            return {**columns, **(self._damaged(job, error) if _is_readable(job) else _unreadable(error))}
+
+    def _outcome(self, run: RunFolder, job: Job, state: JobState | None) -> dict[str, Any]:
+        """Record how a job ended; while its disk is full, for example, the next refresh tries again for some time."""
+        try:
+            return record_outcome(run, job, state)
+        except LaunchError as error:
+            self._report_once(f"{job.job_id}: {error}")
+            ended_at = state.ended_at if state is not None else None
+            if ended_at is not None and time.time() - ended_at < UNWRITABLE_GRACE_S:
+                return {}
+            return record_outcome(run, job, state, must_write=False)
 
     def _damaged(self, job: Job, error: Exception) -> dict[str, Any]:
         """Report a damaged run folder and return the columns of its row."""
@@ -131,18 +166,16 @@ class Poller:
         self._reported.add(text)
 
 
-def refresh_local(store: Store, job: Job) -> Job:
-    """Refresh a local job: if its process is gone from this host, derive how it ended."""
-    run = RunFolder.open(Path(job.run_dir))
-    if is_alive(run) is not False:
-        return job
-    config, _ = load_run(run)
-    if config.limits.max_restarts and not run.result.exists() and _is_writing(run):
-        return job  # llmb-run may be about to start it again
-    if run.job_id is None:  # llmb-run was killed before it could write it
-        run.write_record(config, job.job_id)
-    store.finish(job.job_id, write_result(run, config))
-    return store.job(job.job_id)
+def _is_readable(job: Job) -> bool:
+    """Return whether the job's run folder is there and may be entered."""
+    try:
+        return is_run_folder(Path(job.run_dir))
+    except ConfigError:
+        return False
+
+
+def _unreadable(error: Exception) -> dict[str, Any]:
+    return {"status": "lost", "reason": f"its run folder cannot be read: {describe_damage(error)}"}
 
 
 def _is_unfinished(job: Job) -> bool:

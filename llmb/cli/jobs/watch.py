@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from llmb.cli.jobs.auto_retry import retry_failed
+from llmb.cli.jobs.auto_retry import own_jobs_to_retry, retry_failed
 from llmb.cli.jobs.job_table import describe_run, empty_text, filters, table
 from llmb.cli.jobs.polling import Poller, print_to_stderr
 from llmb.launch.slurm.backoff import Backoff
@@ -34,9 +34,11 @@ def watch(store: Store, options: argparse.Namespace) -> int:
         while True:
             poller.refresh(_active(store, options))
             retry_failed(store, view.log)
-            jobs = store.jobs(options.limit, **filters(options))
+            jobs = poller.with_unsaved(store.jobs(options.limit, **filters(options)))
             view.show(jobs)
-            if not _active(store, options) and not store.jobs_to_retry():
+            if not any(job.going for job in poller.with_unsaved(_active(store, options))) and not own_jobs_to_retry(
+                store
+            ):
                 return 0
             time.sleep(backoff.next_delay_s([(job.job_id, job.status) for job in jobs]))
     except KeyboardInterrupt:

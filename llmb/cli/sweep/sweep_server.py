@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmb.errors import LaunchError
+from llmb.launch.engine_log import open_log
 from llmb.launch.server_process import terminate_with_parent
 from llmb.loadgen.readiness import get
 
@@ -34,7 +35,7 @@ class SweepServer:
         self._process: subprocess.Popen[Any] | None = None
 
     def __enter__(self) -> "SweepServer":
-        with self._log.open("ab") as log:
+        with open(open_log(self._log), "ab") as log:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,

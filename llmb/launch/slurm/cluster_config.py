@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from llmb.config.serialization import create_new, temporary_path
+from llmb.config.serialization import write_atomic
 from llmb.errors import ConfigError, LaunchError
 from llmb.launch.slurm import sbatch_options
 from llmb.launch.slurm.cluster_file import load_yaml_as_text, section, to_current_schema
@@ -141,17 +141,8 @@ def write_cluster(path: Path, data: Mapping[str, Any]) -> Path | None:
     parse_cluster(to_current_schema(dict(data), path), path)
     path = path.resolve()  # a link to a file that is shared stays a link
     backup = _back_up(path)
-    mode = path.stat().st_mode & 0o777 if backup else 0o644  # a private file stays private
-    temporary = temporary_path(path)
-    try:
-        with open(create_new(temporary, mode), "w", encoding="utf-8") as file:
-            file.write(as_yaml(data))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise LaunchError(f"cannot write {path}: {error.strerror}") from error
+    mode = path.stat().st_mode & 0o777 if backup else 0o666  # a private file stays private
+    write_atomic(path, as_yaml(data), mode, durable=True)
     return backup
 
 

@@ -32,7 +32,9 @@ OPTIONS = FLAGS | {
 # Set by each run; a setting of the cluster would break it.
 RESERVED_OPTIONS = {
     "array", "chdir", "comment", "error", "export", "export-file", "input", "job-name", "nodefile", "nodes", "ntasks",
-    "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "parsable", "signal", "test-only", "wait", "wrap",
+    "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "parsable", "signal", "tasks-per-node", "test-only",
+    "wait", "wrap",
+    "gid", "help", "uid", "usage", "version",  # these change whose job it is, or submit none
 }  # fmt: skip
 # Input variables of sbatch that are not named after their option.
 _RENAMED_VARIABLES = {

@@ -31,13 +31,13 @@ TIME_LIMIT_SIGNAL, END_SIGNAL = signal.SIGUSR1, signal.SIGTERM  # to the job run
 _CANCELLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))?")
 
 
-def srun_launcher(output: Path) -> Launcher:
+def srun_launcher(output: Path, host: str) -> Launcher:
     """Return srun as a Launcher: it forwards SIGUSR1, on which ranks exit; on SIGTERM it would kill them.
 
-    `output`: the file in which Slurm writes why it ends a job.
+    `output`: the file in which Slurm writes why it ends a job; `host`: on which srun runs, as Slurm names it.
     """
     signals = (TIME_LIMIT_SIGNAL, END_SIGNAL)
-    return Launcher(TIME_LIMIT_SIGNAL, signals, lambda number: _signal_verdict(number, output))
+    return Launcher(TIME_LIMIT_SIGNAL, signals, lambda number: _signal_verdict(number, output), f"srun on {host}")
 
 
 def _signal_verdict(number: int, output: Path) -> Verdict:

@@ -108,7 +108,7 @@ class SweepFolder:
     def append_point(self, point: Any) -> None:
         """Append a finished point with one write that reaches the disk; a line cut short is removed."""
         data = (to_json(point) + "\n").encode()
-        descriptor = os.open(self.points, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(self.points, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             written = os.write(descriptor, data)
             if written < len(data):
@@ -136,7 +136,8 @@ class SweepFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep a second process from continuing the same sweep; the lock ends with the process."""
-        with (self.path / ".lock").open("w") as file:
+        descriptor = os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with open(descriptor, "wb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

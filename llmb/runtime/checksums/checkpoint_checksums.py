@@ -4,11 +4,9 @@
     checking = CheckpointCheck(checkpoint)           # reads the files in a thread, beside the load
     checking.damage()                                # waits; None: every file is as it was written
 
-CRC-32, which finds every error of up to 32 bits in a row, at several GB/s: an error of a disk or a transfer, not
-an attack. A thread that computes it leaves the interpreter to others.
+What is found: `file_checksum.py`. Checkpoints of older versions have a CRC-32 of each file instead, or nothing.
 """
 
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,13 +14,14 @@ from typing import Any
 
 from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import IDENTITY, FileChecksums, checkpoint_step, complete_checkpoints, read_identity
+from llmb.runtime.checksums.file_checksum import crc32, word_sums
 
-PIECE_BYTES = 8 << 20  # read at a time
+ALGORITHMS = {"word_sums": word_sums, "crc32": crc32}  # by the key of their digest in checkpoint.json
 
 
 def checksums(paths: Iterable[Path]) -> FileChecksums:
-    """Return size and CRC-32 of each file by its name."""
-    return {path.name: _checksum(path) for path in paths}
+    """Return size and checksum of each file by its name."""
+    return {path.name: _checksum(path, "word_sums") for path in paths}
 
 
 def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -64,25 +63,22 @@ class CheckpointCheck:
         return self._future.result()
 
 
-def _checksum(path: Path) -> dict[str, int]:
-    crc = size = 0
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(PIECE_BYTES):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
-    return {"bytes": size, "crc32": crc}
+def _checksum(path: Path, algorithm: str) -> dict[str, int]:
+    size, digest = ALGORITHMS[algorithm](path)
+    return {"bytes": size, algorithm: digest}
 
 
 def _difference(path: Path, expected: Any) -> str | None:
+    algorithm = next((name for name in ALGORITHMS if isinstance(expected, dict) and name in expected), None)
+    if algorithm is None or not isinstance(written := expected.get("bytes"), int):
+        return f"has no checksum in {IDENTITY}"
     try:
-        actual = _checksum(path)
+        actual = _checksum(path, algorithm)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if actual == expected:
-        return None
-    written = expected.get("bytes") if isinstance(expected, dict) else None
     if actual["bytes"] != written:
-        return f"has {actual['bytes']:,} bytes, {written:,} were written" if isinstance(written, int) else "is unknown"
-    return "is not what was written: its checksum differs"
+        return f"has {actual['bytes']:,} bytes, {written:,} were written"
+    return None if actual == expected else "is not what was written: its checksum differs"
 
 
 def _is_intact(checkpoint: Path) -> bool:

@@ -1,0 +1,1 @@
+"""Checksums of the files of a checkpoint."""

@@ -1,0 +1,103 @@
+"""Checksums of files find every small change, a missing end, and blocks that changed places."""
+
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+
+from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial
+from llmb.runtime.checksums.checkpoint_checksums import checksums, find_damage
+from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_WORDS, crc32, word_sums
+
+ROW_BYTES = 8 * ROW_WORDS
+
+
+@pytest.fixture
+def content() -> bytes:
+    """More than a buffer, and no whole number of words."""
+    return random.Random(1).randbytes(BUFFER_BYTES + 3 * ROW_BYTES + 5)
+
+
+def digest_of(path: Path, content: bytes) -> int:
+    path.write_bytes(content)
+    return word_sums(path).digest
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    path, whole = tmp_path / "file", random.Random(2).randbytes(203)
+    digests = {digest_of(path, whole)}
+    for offset in range(len(whole)):
+        digests.add(digest_of(path, whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :]))
+    assert len(digests) == 1 + len(whole)
+
+
+def test_flipped_bytes_of_a_large_file_are_found(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    changed = {len(content) - 1, BUFFER_BYTES - 1, BUFFER_BYTES, *random.Random(3).sample(range(len(content)), 17)}
+    digests = {digest_of(path, content)}
+    for offset in changed:
+        flipped = bytearray(content)
+        flipped[offset] ^= 0x80
+        digests.add(digest_of(path, flipped))
+    assert len(digests) == 1 + len(changed)
+
+
+@pytest.mark.parametrize("size", [8, 512, 4096, ROW_BYTES, BUFFER_BYTES // 2])
+@pytest.mark.parametrize("distance", [1, 2, 7])
+def test_blocks_that_changed_places_are_found(tmp_path: Path, content: bytes, size: int, distance: int) -> None:
+    path = tmp_path / "file"
+    other = min(distance * size, len(content) - size)
+    swapped = bytearray(content)
+    swapped[:size], swapped[other : other + size] = content[other : other + size], content[:size]
+    assert digest_of(path, swapped) != digest_of(path, content)
+
+
+def test_missing_or_added_zeros_are_found(tmp_path: Path) -> None:
+    path, zeros = tmp_path / "file", bytes(ROW_BYTES)
+    sizes = (0, 1, 8, 9, ROW_BYTES - 1, ROW_BYTES)
+    assert len({digest_of(path, zeros[:size]) for size in sizes}) == len(sizes)
+
+
+def test_checksum_does_not_depend_on_how_a_file_is_read(tmp_path: Path, content: bytes, monkeypatch) -> None:
+    path = tmp_path / "file"
+    whole = digest_of(path, content)
+    monkeypatch.setattr("llmb.runtime.checksums.file_checksum.BUFFER_BYTES", ROW_BYTES)
+    assert word_sums(path) == (len(content), whole)
+
+
+def test_checkpoint_of_an_older_version_is_checked_by_its_crc32(tmp_path: Path, content: bytes) -> None:
+    final = checkpoint_path(tmp_path, 2)
+    file = create_partial(final) / "shard"
+    file.write_bytes(content)
+    assert crc32(file) == (len(content), zlib.crc32(content))
+    commit(final, {}, 1, {"shard": {"bytes": len(content), "crc32": zlib.crc32(content)}})
+    assert find_damage(final) is None
+    (final / "shard").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert find_damage(final) == "shard is not what was written: its checksum differs"
+
+
+@pytest.mark.parametrize("recorded", [{}, None, {"bytes": 3}, {"bytes": None, "word_sums": 1}, {"crc32": 1}])
+def test_file_without_a_checksum_is_damage(tmp_path: Path, recorded: object) -> None:
+    final = checkpoint_path(tmp_path, 2)
+    (create_partial(final) / "shard").write_bytes(b"abc")
+    commit(final, {}, 1, {"shard": recorded})
+    assert find_damage(final) == "shard has no checksum in checkpoint.json"
+
+
+def test_checkpoint_is_never_written_through_a_planted_link(tmp_path: Path) -> None:
+    final, private = checkpoint_path(tmp_path, 2), tmp_path / "private"
+    private.mkdir()
+    (private / "checkpoint.json").write_text("mine")
+    final.parent.mkdir()
+    final.with_name("step_2.partial").symlink_to(private)
+    partial = create_partial(final)
+    (partial / "checkpoint.json").symlink_to(private / "checkpoint.json")
+    commit(final, {}, 1, {})
+    assert (private / "checkpoint.json").read_text() == "mine"
+    assert find_damage(final) is None
+
+
+def test_checksums_are_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    assert checksums([tmp_path / "a"]) == {"a": {"bytes": 1, "word_sums": word_sums(tmp_path / "a").digest}}
