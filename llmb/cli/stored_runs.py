@@ -105,7 +105,7 @@ def _compact(events: Iterable[Event]) -> Iterator[Event]:
     """Yield events in less memory: a run may have a million requests, each with the times of all its tokens."""
     for event in events:
         if isinstance(event, RequestDone):
-            object.__setattr__(event, "token_times", array("d", event.token_times))
+            event.token_times = array("d", event.token_times)
             if event.finish is not None:
-                object.__setattr__(event, "finish", intern(event.finish))
+                event.finish = intern(event.finish)
         yield event
