@@ -66,11 +66,11 @@ def test_every_way_to_the_screen_is_clean_but_for_our_own_sequences(monkeypatch)
     view.log(f"node {foreign} is down")
     for _ in range(2):
         view.show([SimpleNamespace(status=foreign)])
-    shown = screen.getvalue()
+    on_screen = screen.getvalue()
     for sequence in OWN | {f"\x1b[{n}A" for n in range(10)}:
-        shown = shown.replace(sequence, "")
-    assert controls(shown) == {"\r"}  # of the row and of the screen
-    assert "\rfaked" not in shown
+        on_screen = on_screen.replace(sequence, "")
+    assert controls(on_screen) == {"\r"}  # of the row and of the screen
+    assert "\rfaked" not in on_screen
 
 
 def test_commands_print_through_it(monkeypatch):
