@@ -1,7 +1,9 @@
 """Loading of run folders and storing of results, shared by several commands."""
 
+import gc
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from sys import intern
 
@@ -88,7 +90,8 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
 
     Of the two ends the log's counts, unless llmb-run stopped the run or the log has none.
     """
-    own_events = list(_compact(read_all(run.all_events())))
+    with _collector_paused():
+        own_events = list(_compact(read_all(run.all_events())))
     if not run.log.exists():
         return own_events
     if config.profile.nccl_trace:
@@ -99,6 +102,18 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
     stopped = any(isinstance(event, RunEnded) and event.status in ("timeout", "incomplete") for event in own_events)
     unknown_end = any(isinstance(event, RunEnded) and event.status == "incomplete" for event in log_events)
     return [*log_events, *own_events] if stopped or unknown_end else [*own_events, *log_events]
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from looking through a growing list of events again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _compact(events: Iterable[Event]) -> Iterator[Event]:
