@@ -10,10 +10,12 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import fields as dataclass_fields
+from functools import cache, lru_cache
 from pathlib import Path
+from sys import intern
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -61,9 +63,12 @@ class RunResumed:
     differences: tuple[str, ...] = ()  # from the run that wrote it, accepted by force_resume
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StepDone:
-    """One optimizer step. Null: unknown, as when an external log does not print it."""
+    """One optimizer step. Null: unknown, as when an external log does not print it.
+
+    Not frozen, as RequestDone: a run may have a million of them, and a frozen one takes five times as long to build.
+    """
 
     time: float | None = None
     rank: int = 0
@@ -80,7 +85,7 @@ class StepDone:
     reported_tokens_per_s_per_gpu: float | None = None  # printed instead of seconds, as torchtitan does
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RequestDone:
     """One inference request; times are seconds since the start of the benchmark, which is the same for all ranks.
 
@@ -93,7 +98,7 @@ class RequestDone:
     scheduled: float | None = None  # when it was due; null: it had no time of its own
     first_byte: float | None = None  # of the response
     first_token: float | None = None
-    token_times: tuple[float, ...] = ()  # of every token, or of every chunk where several arrive at once
+    token_times: Sequence[float] = ()  # of every token, or of every chunk where several arrive at once
     end: float
     input_tokens: int
     output_tokens: int
@@ -277,6 +282,8 @@ Event = (
 )
 TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 RENAMED_TYPES = {"Whereabouts": "HangReport"}  # name in older files: current name
+Check = Callable[[Any], Any]  # of a value of parsed JSON: returns it converted, or raises
+_DECODER = json.JSONDecoder()
 LARGEST_NUMBER = 2.0**63  # of any time, count or byte; infinity, NaN and numbers that no float holds are refused
 
 
@@ -300,35 +307,82 @@ def append(path: Path, event: Event) -> None:
 def parse(line: str | bytes) -> Event | None:
     """Parse one line; None for a truncated, unknown or wrongly typed line. Fields of a newer version are ignored."""
     try:
-        data: dict[str, Any] = json.loads(line)
+        data = _json_object(line)
         name = data.pop("event")
         kind = TYPES[RENAMED_TYPES.get(name, name)]
-        data = current_names(kind.__name__, data)
-        conversions = _conversions(kind)
-        return kind(**{k: conversions[k](v) for k, v in data.items() if k in conversions})
+        given_fields, checks = _checks(kind, tuple(data), tuple(map(type, data.values())))
+        fields = {name: data[key] for name, key in given_fields}
+        for name, convert in checks:
+            fields[name] = convert(fields[name])
+        event: Event = kind(**fields)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+    return event
+
+
+def _json_object(line: str | bytes) -> dict[str, Any]:
+    """Return what json.loads does; that one also guesses an encoding and looks for white space, for half as long."""
+    text = (line if isinstance(line, str) else str(line, "utf-8")).strip()
+    data: dict[str, Any]
+    data, end = _DECODER.raw_decode(text)
+    if end != len(text):
+        raise ValueError(text)
+    return data
+
+
+@lru_cache(maxsize=1000)
+def _checks(
+    kind: type, keys: tuple[str, ...], types: tuple[type, ...]
+) -> tuple[list[tuple[str, str]], list[tuple[str, Check]]]:
+    """Return the fields of `kind` that a line gives, with their keys in it, and the check of each that is not null.
+
+    Nearly all lines of a file have the same fields with values of the same types, and there may be a million of them:
+    nulls are checked here, once for all, and left out where they are the default.
+    """
+    conversions, defaults = _conversions(kind), {field.name: field.default for field in dataclass_fields(kind)}
+    given_fields, checks = [], []
+    type_of = dict(zip(keys, types, strict=True))
+    for name, key in current_names(kind.__name__, dict(zip(keys, keys, strict=True))).items():
+        if name not in conversions:
+            continue
+        convert, nullable = conversions[name]
+        if type_of[key] is not NoneType:
+            checks.append((intern(name), convert))
+        elif not nullable:
+            raise TypeError(name)
+        if type_of[key] is not NoneType or defaults[name] is not None:
+            given_fields.append((intern(name), key))  # interned: keyword arguments are matched faster
+    return given_fields, checks
 
 
 @cache
-def _conversions(kind: type) -> dict[str, Callable[[Any], Any]]:
-    """Return the conversion of each field. They are closures made once: a run may have a million events to read."""
+def _conversions(kind: type) -> dict[str, tuple[Check, bool]]:
+    """Return the conversion of each field, and whether it may be null."""
     return {name: _conversion(annotation) for name, annotation in field_types(kind).items()}
 
 
-def _conversion(annotation: Any) -> Callable[[Any], Any]:
-    """Return a function that checks a value of parsed JSON; it raises a ValueError or a TypeError."""
+def _conversion(annotation: Any) -> tuple[Check, bool]:
+    """Return a function that checks a value of parsed JSON, and raises a ValueError or a TypeError; and if null is one.
+
+    Values inside of lists and mappings are checked alike.
+    """
     if get_origin(annotation) is Literal:
-        return _literal(frozenset(get_args(annotation)))
+        return _literal(frozenset(get_args(annotation))), False
     choices = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
     (required,) = (choice for choice in choices if choice is not NoneType)
     checks = {int: _count, float: _number, str: _text, bool: _flag, Any: _unchecked}
-    convert: Callable[[Any], Any] = checks.get(required, _fail)
-    if get_origin(required) is tuple:
-        convert = _numbers if get_args(required)[0] in (int, float) else _sequence(_conversion(get_args(required)[0]))
+    convert: Check = checks.get(required, _fail)
+    if get_origin(required) in (tuple, Sequence):
+        inner = get_args(required)[0]
+        convert = _numbers if inner in (int, float) else _sequence(_value_check(inner))
     elif get_origin(required) is dict:
-        convert = _mapping(_conversion(get_args(required)[1]))
-    return _optional(convert) if NoneType in choices else convert
+        convert = _mapping(_value_check(get_args(required)[1]))
+    return convert, NoneType in choices or required is Any
+
+
+def _value_check(annotation: Any) -> Check:
+    convert, nullable = _conversion(annotation)
+    return _optional(convert) if nullable else convert
 
 
 def _unchecked(value: Any) -> Any:
@@ -340,11 +394,11 @@ def _fail(value: Any) -> Any:
     raise TypeError(f"no event has a field of type {type(value).__name__}")
 
 
-def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _optional(convert: Check) -> Check:
     return lambda value: None if value is None else convert(value)
 
 
-def _literal(choices: frozenset[Any]) -> Callable[[Any], Any]:
+def _literal(choices: frozenset[Any]) -> Check:
     def check(value: Any) -> Any:
         if value not in choices:
             raise ValueError(value)
@@ -353,11 +407,11 @@ def _literal(choices: frozenset[Any]) -> Callable[[Any], Any]:
     return check
 
 
-def _sequence(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _sequence(convert: Check) -> Check:
     return lambda value: tuple(map(convert, _typed(value, list)))
 
 
-def _mapping(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _mapping(convert: Check) -> Check:
     return lambda value: {k: convert(v) for k, v in _typed(value, dict).items()}
 
 

@@ -1,7 +1,9 @@
 """Loading of run folders and storing of results, shared by several commands."""
 
+import gc
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from sys import intern
@@ -109,7 +111,8 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
     Of the two ends the log's counts, unless llmb-run stopped the run or the log has none.
     """
     starts = run.starts if config.limits.max_restarts else [run]  # one continues the other, or starts anew
-    own_events = list(_compact(read_all(path for start in starts for path in start.all_events())))
+    with _collector_paused():
+        own_events = list(_compact(read_all(path for start in starts for path in start.all_events())))
     if not run.log.exists():
         return own_events
     if config.profile.nccl_trace:
@@ -122,11 +125,23 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
     return [*log_events, *own_events] if stopped or unknown_end else [*own_events, *log_events]
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from looking through a growing list of events again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _compact(events: Iterable[Event]) -> Iterator[Event]:
     """Yield events in less memory: a run may have a million requests, each with the times of all its tokens."""
     for event in events:
         if isinstance(event, RequestDone):
-            object.__setattr__(event, "token_times", array("d", event.token_times))
+            event.token_times = array("d", event.token_times)
             if event.finish is not None:
-                object.__setattr__(event, "finish", intern(event.finish))
+                event.finish = intern(event.finish)
         yield event

@@ -196,21 +196,27 @@ class RunFolder:
         """Configuration of this start: where it continues, and what is left to do."""
         return self.work / CONFIG_FILE
 
-    def add_short_path(self, job_id: str) -> None:
-        """Link the short path of this job id to the folder; a disk without links has none, which fails no run."""
+    def add_short_path(self, job_id: str) -> Path:
+        """Link the short path of this job id to the folder and return it.
+
+        A disk without links has none, which fails no run.
+        """
         try:
             name = _short_name(job_id, read_json(self.config))
         except (ConfigError, KeyError, TypeError, AttributeError):  # a damaged configuration names nothing
             name = f"{job_id}-damaged"
         short = short_paths(self.install) / name
-        temporary = temporary_path(short)
+        temporary, target = temporary_path(short), os.path.relpath(self.path, short.parent)
         try:
+            if short.is_symlink() and os.readlink(short) == target:
+                return short
             short.parent.mkdir(exist_ok=True)
-            temporary.symlink_to(os.path.relpath(self.path, short.parent))
+            temporary.symlink_to(target)
             os.replace(temporary, short)  # the id may be that of a run whose row is lost
         except OSError:
             with suppress(OSError):
                 temporary.unlink()
+        return short
 
     @property
     def short_path(self) -> Path:

@@ -3,6 +3,7 @@
 Plain numbers in, plain numbers out, as in metrics.py. Definitions and worked examples: docs/metrics.md.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -145,13 +146,13 @@ def moved_percentile(
     """
     streamed = any(request.first_token is not None for request in requests)
     latency, name = (metrics.ttft_ms, "TTFT") if streamed else (metrics.e2e_ms, "E2E")
-    values, delayed = [], []
+    values, delayed, points = array("d"), array("d"), _lag_points(lag_ms or {})
     for number, request in enumerate(requests):
         value = latency(request)
         if value is not None:
             values.append(value)
             late = 0.0 if has_cap else waiting_ms(request)
-            delayed.append(value + late + lag_quantile(lag_ms or {}, number * GOLDEN_RATIO % 1))
+            delayed.append(value + late + _interpolated(points, number * GOLDEN_RATIO % 1))
     measured, moved = metrics.latency_summary(values), metrics.latency_summary(delayed)
     if measured is None or moved is None:
         return None
@@ -164,8 +165,15 @@ def moved_percentile(
 
 def lag_quantile(lag_ms: dict[str, float], fraction: float) -> float:
     """Return the lag below which this fraction of all lags is, interpolated between the percentiles that are known."""
-    known_points = sorted((int(name[1:]) / 100, lag) for name, lag in lag_ms.items() if name.startswith("p"))
-    points = [(0.0, 0.0), *known_points]
+    return _interpolated(_lag_points(lag_ms), fraction)
+
+
+def _lag_points(lag_ms: dict[str, float]) -> list[tuple[float, float]]:
+    """Return the known percentiles as (fraction, lag), from 0 on."""
+    return [(0.0, 0.0), *sorted((int(name[1:]) / 100, lag) for name, lag in lag_ms.items() if name.startswith("p"))]
+
+
+def _interpolated(points: list[tuple[float, float]], fraction: float) -> float:
     for (low, low_lag), (high, high_lag) in pairwise(points):
         if fraction <= high:
             return low_lag + (high_lag - low_lag) * (fraction - low) / (high - low)

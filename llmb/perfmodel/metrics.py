@@ -7,12 +7,11 @@ Formulas, conventions and worked examples: docs/metrics.md.
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, compress, pairwise, repeat
 from math import fsum, hypot, isfinite, sqrt
+from random import Random
 from sys import float_info
 from typing import Protocol
 
@@ -25,7 +24,7 @@ LARGEST = float_info.max
 STEADY_MIN_FRACTION = 0.1  # of the run; a shorter window is not representative
 STEADY_MIN_REQUESTS = 2  # that must finish within it
 MOST_SORTED = 200_000  # samples; of more, percentiles are selected
-CUTS = 4000  # of their range
+SAMPLE = 50_000  # of them, that tells where a percentile lies
 ENERGY_TOLERANCE = 0.05  # between two measurements of the same energy
 
 
@@ -151,17 +150,33 @@ def _percentiles(values: Sequence[float], percents: Sequence[int]) -> dict[int, 
 
 
 def _order_statistics(values: Sequence[float], ranks: Iterable[int]) -> dict[int, float]:
-    """Return the values of some ranks, from 0: a sample of all values cuts their range, and only cells with a rank
-    that is asked for are sorted."""
-    cuts = sorted(values[:: len(values) // CUTS])
-    cells = array("H", map(partial(bisect_left, cuts), values))
-    counts = Counter(cells)
-    starts = [0, *accumulate(counts[cell] for cell in range(len(cuts) + 1))]  # rank of the first value of each cell
-    cell_of = {rank: bisect_right(starts, rank) - 1 for rank in ranks}
-    chosen = sorted(set(cell_of.values()))
-    members = sorted(compress(values, map(set(chosen).__contains__, cells)))  # of one chosen cell after the other
-    firsts = dict(zip(chosen, accumulate((counts[cell] for cell in chosen), initial=0), strict=False))
-    return {rank: members[firsts[cell] + rank - starts[cell]] for rank, cell in cell_of.items()}
+    """Return the values of some ranks, from 0, without sorting all: a sample tells between which values each rank lies,
+    and only values of cells with a rank that is asked for are sorted. Exact whatever the sample: it only saves work."""
+    chosen_ranks = sorted(set(ranks))
+    sample = sorted(Random(0).choices(values, k=SAMPLE))  # at random: every 60th gap may be the 4th of each request
+    cuts = _bracketing_cuts(sample, [rank / len(values) for rank in chosen_ranks])
+    cells = bytes(map(bisect_left, repeat(cuts), values))  # of each value
+    starts = [0, *accumulate(cells.count(cell) for cell in range(len(cuts) + 1))]  # rank of the first value of a cell
+    cell_of = {rank: bisect_right(starts, rank) - 1 for rank in chosen_ranks}
+    chosen = set(cell_of.values())
+    is_chosen = bytes(cell in chosen for cell in range(256))
+    members = sorted(compress(values, cells.translate(is_chosen)))  # of one chosen cell after the other
+    before = dict(zip(sorted(chosen), _cell_offsets(starts, sorted(chosen)), strict=True))
+    return {rank: members[before[cell] + rank - starts[cell]] for rank, cell in cell_of.items()}
+
+
+def _bracketing_cuts(sample: Sequence[float], fractions: Iterable[float]) -> list[float]:
+    """Return values below and above each fraction of a sorted sample, four standard errors of its rank away."""
+    n, cuts = len(sample), set()
+    for fraction in fractions:
+        margin = 4 * sqrt(n * fraction * (1 - fraction)) + 1
+        cuts |= {sample[max(0, int(n * fraction - margin))], sample[min(n - 1, int(n * fraction + margin) + 1)]}
+    return sorted(cuts)
+
+
+def _cell_offsets(starts: Sequence[int], cells: Sequence[int]) -> Iterable[int]:
+    """Return how many values of the given cells lie before each of them."""
+    return accumulate((starts[cell + 1] - starts[cell] for cell in cells[:-1]), initial=0)
 
 
 def _finite(samples: Iterable[float]) -> Sequence[float]:
@@ -211,15 +226,18 @@ def e2e_ms(request: TimedRequest) -> float | None:
 
 def tpot_ms(request: TimedRequest) -> float | None:
     """Return the time per output token (TPOT) after the first: (E2E - TTFT) / (n - 1); None for fewer than 2 tokens."""
-    total, first = e2e_ms(request), ttft_ms(request)
-    if total is None or first is None or request.output_tokens < 2 or total < first:
+    return _time_per_token(e2e_ms(request), ttft_ms(request), request.output_tokens)
+
+
+def _time_per_token(total_ms: float | None, first_ms: float | None, tokens: int) -> float | None:
+    if total_ms is None or first_ms is None or tokens < 2 or total_ms < first_ms:
         return None
-    return (total - first) / (request.output_tokens - 1)
+    return (total_ms - first_ms) / (tokens - 1)
 
 
-def output_speed(request: TimedRequest) -> float | None:
-    """Return tokens/s/user after the first token: (n - 1) / (E2E - TTFT)."""
-    return _quotient((1000.0,), (tpot_ms(request),))
+def output_speed(tpot_ms: float) -> float | None:
+    """Return tokens/s/user after the first token: (n - 1) / (E2E - TTFT), the inverse of TPOT."""
+    return _quotient((1000.0,), (tpot_ms,))
 
 
 def user_throughput(request: TimedRequest) -> float | None:
@@ -243,19 +261,30 @@ def _arrivals(request: TimedRequest) -> Sequence[float]:
 
 def request_latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, Sequence[float]]:
     """Return the samples of TTFT, TPOT and E2E, at most one per request."""
-    per_request = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_ms": e2e_ms}
-    return {
-        name: array("d", (value for value in map(latency, requests) if value is not None))
-        for name, latency in per_request.items()
-    }
+    firsts, gaps, totals = array("d"), array("d"), array("d")
+    for request in requests:  # in one pass: there may be a million of them
+        total, first = e2e_ms(request), ttft_ms(request)
+        gap = _time_per_token(total, first, request.output_tokens)
+        if first is not None:
+            firsts.append(first)
+        if gap is not None:
+            gaps.append(gap)
+        if total is not None:
+            totals.append(total)
+    return {"ttft_ms": firsts, "tpot_ms": gaps, "e2e_ms": totals}
 
 
 def latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, Sequence[float]]:
     """Return the samples of each latency; ITL pooled over all gaps, the others at most one per request."""
+    return request_latencies_ms(requests) | {"itl_ms": pooled_itl_ms(requests)}
+
+
+def pooled_itl_ms(requests: Sequence[TimedRequest]) -> Sequence[float]:
+    """Return the gaps of all requests."""
     gaps = array("d")
     for request in requests:
         gaps.extend(itl_ms(request))
-    return request_latencies_ms(requests) | {"itl_ms": gaps}
+    return gaps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import time
 from typing import TextIO
 
 from llmb.report.terminal.colour import shows_colour
+from llmb.report.terminal.safe_stream import without_controls, write_own
 
 QUIET_S = 10.0  # between lines where nothing can be redrawn
 REDRAW_S = 0.1  # between rows: faster is only flicker
@@ -43,8 +44,8 @@ class StatusLine:
         assert self._last_row is not None
         width = self._width()
         text, fraction = self._last_row
-        self._out.write(self._erasure(width) + progress_row(text, fraction, width, shows_colour(self._out)))
-        self._out.flush()
+        row = progress_row(without_controls(text), fraction, width, shows_colour(self._out))
+        write_own(self._out, self._erasure(width) + row)
         self._drawn_cells = width - 1  # at most
 
     def _erasure(self, width: int) -> str:
@@ -61,8 +62,7 @@ class StatusLine:
     def erase(self) -> None:
         """Remove the row, so that something else can be printed in its place."""
         if self._drawn_cells:
-            self._out.write(self._erasure(self._width()))
-            self._out.flush()
+            write_own(self._out, self._erasure(self._width()))
             self._drawn_cells, self._last_row = 0, None
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ Runs of the native engine have some of them too: goodput where the run has an SL
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,11 +29,15 @@ def slo_of(config: RunConfig | None) -> SloLimits | None:
 
 
 def load_fields(
-    events: Sequence[Event], config: RunConfig | None, requests: Sequence[RequestDone], fields: dict
+    events: Sequence[Event],
+    config: RunConfig | None,
+    requests: Sequence[RequestDone],
+    latencies: Mapping[str, Sequence[float]],
+    fields: dict,
 ) -> dict:
-    """Return the fields that follow from the measured requests; `fields`: those of serving_figures."""
+    """Return the fields that follow from the measured requests; `latencies` and `fields`: those of serving_figures."""
     completed = [r for r in requests if r.error is None]
-    figures: dict[str, Any] = {"latency_intervals_ms": _intervals(completed)}
+    figures: dict[str, Any] = {"latency_intervals_ms": _intervals(latencies)}
     if any(r.scheduled is not None for r in completed):
         figures["ttft_scheduled_ms"] = _summary(load_metrics.scheduled_ttft_ms, completed)
         figures["e2e_scheduled_ms"] = _summary(load_metrics.scheduled_e2e_ms, completed)
@@ -55,10 +59,9 @@ def _summary(figure: Any, requests: Sequence[RequestDone]) -> dict[str, float] |
     return metrics.latency_summary(value for value in map(figure, requests) if value is not None)
 
 
-def _intervals(completed: Sequence[RequestDone]) -> dict[str, dict[str, tuple[float, float]]]:
+def _intervals(latencies: Mapping[str, Sequence[float]]) -> dict[str, dict[str, tuple[float, float]]]:
     """Return intervals of the latencies that each request has once; gaps between tokens depend on one another."""
-    samples = metrics.request_latencies_ms(completed)
-    intervals = {name: load_metrics.latency_intervals(values) for name, values in samples.items()}
+    intervals = {name: load_metrics.latency_intervals(values) for name, values in latencies.items()}
     return {name: interval for name, interval in intervals.items() if interval is not None}
 
 

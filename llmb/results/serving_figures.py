@@ -4,7 +4,8 @@ Requests of all ranks count alike: each rank records its own, on one clock. Warm
 Without streaming a response arrives whole, so figures that need its first token are null.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -56,12 +57,13 @@ def serving_fields(events: Sequence[Event], config: RunConfig | None) -> dict:
         "lengths_wrong": _lengths_wrong(completed, config),
         "issue_rate_requests_per_s": metrics.issue_rate(measured),
     }
-    fields |= _rates(completed, config.machine.gpus if config else None) | _latencies(completed)
+    latencies = metrics.request_latencies_ms(completed)
+    fields |= _rates(completed, config.machine.gpus if config else None) | _latencies(completed, latencies)
     fields |= _energy(facts, fields["output_tokens"], config)
     work = serving_work(config)
     if work is not None and not work.streaming:
         fields |= dict.fromkeys(STREAMED)
-    return fields | load_fields(events, config, measured, fields)
+    return fields | load_fields(events, config, measured, latencies, fields)
 
 
 def serving_work(config: RunConfig | None) -> Inference | LoadSettings | None:
@@ -123,16 +125,17 @@ def _rates(completed: list[RequestDone], gpus: int | None) -> dict:
     return fields
 
 
-def _latencies(completed: list[RequestDone]) -> dict:
-    fields: dict = {name: metrics.latency_summary(samples) for name, samples in metrics.latencies_ms(completed).items()}
-    speed = metrics.latency_summary(_values(metrics.output_speed, completed))
+def _latencies(completed: list[RequestDone], latencies: dict[str, Sequence[float]]) -> dict:
+    fields: dict = {name: metrics.latency_summary(samples) for name, samples in latencies.items()}
+    fields["itl_ms"] = metrics.latency_summary(metrics.pooled_itl_ms(completed))
+    speed = metrics.latency_summary(_known_values(map(metrics.output_speed, latencies["tpot_ms"])))
     fields |= {"output_speed_tokens_per_s": speed and speed["mean"], "output_speed_summary_tokens_per_s": speed}
-    user = metrics.latency_summary(_values(metrics.user_throughput, completed))
+    user = metrics.latency_summary(_known_values(map(metrics.user_throughput, completed)))
     return fields | {"output_tokens_per_s_per_user": user and user["mean"]}
 
 
-def _values(figure: Callable[[RequestDone], float | None], requests: list[RequestDone]) -> list[float]:
-    return [value for value in map(figure, requests) if value is not None]
+def _known_values(values: Iterable[float | None]) -> Sequence[float]:
+    return array("d", (value for value in values if value is not None))
 
 
 def _wrong_length(completed: list[RequestDone]) -> list[RequestDone]:

@@ -13,8 +13,11 @@
 CUDA graphs come last, around a micro-batch of the finished model: see `cuda_graphs.py`.
 """
 
+import gc
+import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -164,4 +167,16 @@ def apply_recompute(network: Network, layers: int) -> None:
         if isinstance(layer, ExplicitLayer):
             layer.recomputed = True
         else:  # layers draw no random numbers, so there is no RNG state to restore
+            _import_dynamo()
             wrap_forward(layer, partial(checkpoint, use_reentrant=False, preserve_rng_state=False))
+
+
+def _import_dynamo() -> None:
+    """Import what `checkpoint` imports at its first call, which takes seconds of the first step.
+
+    The import leaves a cycle of frames behind, that of torch.fx.wrap with all its callers: from within a step they
+    would keep the model until the garbage collector runs.
+    """
+    if "torch._dynamo" not in sys.modules:
+        import_module("torch._dynamo")
+        gc.collect()

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from llmb.cli.install.cluster_choice import ClusterFacts
 from llmb.cli.install.llmb_install import main
 from llmb.launch.slurm.cluster_config import CLUSTER_FILE
+from llmb.launch.slurm.cluster_facts import Partition
 
 
 @pytest.fixture
@@ -55,6 +57,25 @@ def test_slurm_that_does_not_respond(tmp_path, capsys, monkeypatch):
     assert "does not respond" in out
     code, _, err = install(capsys, "--partition", "a")
     assert (code, err.count("\n")) == (2, 1)
+
+
+def test_dry_run_prints_what_slurm_reports_without_a_terminal(tmp_path, capsys, monkeypatch):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    unnamed = Partition(name="batch", default=True, up=True, nodes=4, gres="gpu:8", max_time_s=None)
+    reported = ClusterFacts(cluster="big", accounts=("lab",), partitions=(unnamed,), architecture=lambda _: "x86_64")
+    monkeypatch.setattr("llmb.cli.install.llmb_install.query_cluster", lambda: reported)
+    code, out, err = install(capsys, "--dry-run")
+    assert (code, err.count("\n")) == (1, 1)  # the GPU type is open, and nobody can be asked
+    assert "--gpu-type NAME, one of: " in err
+    assert err.rstrip().endswith(", cpu")
+    assert "cluster big, accounts lab" in out
+    assert "gpu:8" in out
+    code, out, _ = install(capsys, "--dry-run", "--gpu-type", "h100")
+    assert code == 0
+    assert "gpu:8" in out
+    assert "would be written" in out
 
 
 def test_record_never_overwrites_a_file(tmp_path, capsys):

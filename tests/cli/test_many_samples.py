@@ -33,9 +33,9 @@ def _written(path, text):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "count"), [("steps", 1_000_000), ("requests", 500_000)])
-def test_very_many_samples_take_half_a_minute_and_a_gibibyte(tmp_path, recipes, kind, count):
-    a, b = (str(write_run(tmp_path / f"run{n}", recipes, kind, count, n)) for n in (1, 2))
+@pytest.mark.parametrize("kind", ["steps", "requests"])
+def test_a_million_samples_take_half_a_minute_and_a_gibibyte(tmp_path, recipes, kind):
+    a, b = (str(write_run(tmp_path / f"run{n}", recipes, kind, 1_000_000, n)) for n in (1, 2))
     page = tmp_path / "page.html"
     costs = {
         "derive": cost_of("-c", DERIVE, a),

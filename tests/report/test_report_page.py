@@ -25,6 +25,7 @@ from llmb.report.page.thinning import BINS, MOST_POINTS, thin
 from llmb.report.page.training_charts import outliers, steps_by_rank, training_charts
 from llmb.report.page.verdict_card import bar_chart, sentences
 from llmb.report.page.waterfall_chart import plan_chart, step_bars
+from llmb.results.result import MeasuredCeiling
 
 MOST_BYTES = 8_000_000
 
@@ -64,9 +65,12 @@ def test_ceilings_that_the_probe_measured_stand_beside_the_result(recipes):
         rates={"matmul_tflops": spread([670.0, 680.0, 690.0])}, launch_us=spread([4.5]),
         collectives=Collectives(backend="nccl", ranks=8, nodes=1, rates=(rate,)),
     )  # fmt: skip
+    ceiling = MeasuredCeiling(
+        tflops=H200.matmul_tflops, dtype="bf16", fraction=0.437, memory_gbs=4321.0, source="measured on n1"
+    )
+    record = replace(record, result=replace(record.result, measured_ceiling=ceiling))
     text = ceilings(replace(record, probe=ProbeRecord(rates=H200, details=details)))
-    percent = round(100 * record.result.tflops_per_gpu / H200.matmul_tflops)
-    assert f"{percent} % of what GEMMs sustain there" in text
+    assert "44 % of what bf16 GEMMs sustain there" in text  # as the result says, not computed again
     assert "An all-reduce of 1 GiB among 8 ranks has a bus bandwidth of 350 GB/s." in text
     assert "680" in text
     assert "<script>" not in text
@@ -76,6 +80,11 @@ def test_ceilings_that_the_probe_measured_stand_beside_the_result(recipes):
     text = ceilings(replace(record, node_collectives=nodes))  # without a probe of the machine
     assert "all-reduce of 1 GiB, 16 ranks on 2 nodes, nccl" in text
     assert "Collectives on n1, n2: today." in text
+    for probe in (None, ProbeRecord(rates=replace(H200, matmul_tflops=1.0))):  # gone, or of a later probe
+        text = ceilings(replace(record, probe=probe))
+        assert "4,321" in text
+        assert "44 % of what bf16 GEMMs sustain there" in text
+        assert "measured on n1" in text
 
 
 def test_the_bar_shows_all_rates_in_one_unit(recipes):

@@ -54,6 +54,24 @@ def query_cluster() -> ClusterFacts:
     )
 
 
+def facts_text(facts: ClusterFacts) -> str:
+    """Return what Slurm reports, as tables."""
+    from llmb.report.table import render
+
+    rows = [
+        (
+            p.name,
+            ", ".join(word for word, holds in (("default", p.default), ("down", not p.up)) if holds),
+            p.nodes,
+            p.gres,
+        )
+        for p in facts.partitions
+    ]
+    accounts = ", ".join(facts.accounts) or "none: no accounting"
+    table = render(("partition", "state", "nodes", "GPUs of a node"), rows)
+    return f"Slurm reports cluster {facts.cluster}, accounts {accounts}\n{table}"
+
+
 def check_partitions(requested: Answers, facts: ClusterFacts) -> None:
     """Refuse partitions that do not exist; several may be joined by commas."""
     names = [partition.name for partition in facts.partitions]
@@ -124,7 +142,7 @@ def _ask_gpu_type(partition: str, facts: ClusterFacts, ask: Ask) -> str:
 
     gpus = parse_gpus(facts.partition(partition).gres)
     unlisted = f"{UNLISTED}{gpu_key(gpus.type) if gpus and gpus.type else 'gpu'}"
-    choices = [*(key for key in GPUS if key != "cpu"), unlisted]
+    choices = [*(key for key in GPUS if key != "cpu"), unlisted, "cpu"]  # cpu: jobs are not to use them
     return ask("gpu_type", f"Which GPUs does partition {partition} have?", choices)
 
 

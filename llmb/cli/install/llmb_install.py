@@ -28,7 +28,7 @@ from llmb.cli.install.cluster_answers import (
     read_answer_file,
     write_new_file,
 )
-from llmb.cli.install.cluster_choice import query_cluster, terminal_prompt
+from llmb.cli.install.cluster_choice import facts_text, query_cluster, terminal_prompt
 from llmb.cli.install.cluster_setup import Setup, set_up_cluster
 from llmb.cli.llmb_run import guarded
 from llmb.cli.subcommand import Parser, add_help_command
@@ -154,6 +154,8 @@ def _cluster(options: argparse.Namespace, answer_file: AnswerFile, root: Path) -
         if requires_slurm:
             raise
         return None, "does not respond", [str(error)]
+    if options.dry_run and not options.json:  # before anything is asked, or is missing where nobody can be asked
+        print(f"{facts_text(facts)}\n", flush=True)
     at_terminal = not options.play and sys.stdin.isatty() and sys.stderr.isatty()
     saved_answers = SavedAnswers(None if options.dry_run else root / ".llmb" / "answers.json")
     ask = terminal_prompt(sys.stdin.readline, at_terminal)

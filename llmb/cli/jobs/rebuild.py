@@ -47,12 +47,11 @@ def run(_: argparse.Namespace) -> int:
 
 def _relink(jobs: Sequence[Job], old_links: Sequence[Path]) -> None:
     """Give each job its short path again, and remove those of other ids."""
+    # The id of a submission is not final.
+    current = {RunFolder(Path(job.run_dir)).add_short_path(job.job_id) for job in jobs if job.status != "submitting"}
     for link in old_links:
-        if link.is_symlink() and os.readlink(link).startswith("../workloads/"):
+        if link not in current and link.is_symlink() and os.readlink(link).startswith("../workloads/"):
             link.unlink()
-    for job in jobs:
-        if job.status != "submitting":  # its id is not final
-            RunFolder(Path(job.run_dir)).add_short_path(job.job_id)
 
 
 def was_started(run: RunFolder) -> bool:

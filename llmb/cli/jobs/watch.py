@@ -16,6 +16,7 @@ from llmb.cli.jobs.polling import Poller, print_to_stderr
 from llmb.launch.slurm.backoff import Backoff
 from llmb.report.table import number, terminal_width
 from llmb.report.terminal.colour import coloured
+from llmb.report.terminal.safe_stream import without_controls, write_own
 from llmb.results.job_store import GOING, Job, Store
 
 NOTES = 3  # lines below the table
@@ -25,7 +26,7 @@ def watch(store: Store, options: argparse.Namespace) -> int:
     """Refresh and show the selected jobs until all have ended, or Ctrl-C."""
 
     def draw(jobs: Sequence[Job]) -> str:
-        return coloured(table(jobs, terminal_width()), sys.stdout) if jobs else empty_text(store, options)
+        return coloured(table(jobs, terminal_width()) if jobs else empty_text(store, options), sys.stdout)
 
     view = _Screen(draw) if sys.stdout.isatty() else _Lines(draw)
     poller = Poller(store, view.log)
@@ -63,14 +64,15 @@ class _Screen:
     def log(self, text: str) -> None:
         """Show a note below the table until newer ones replace it."""
         width = shutil.get_terminal_size().columns
-        self._notes = [*self._notes, f"{time.strftime('%H:%M:%S')} {' '.join(text.split())}"[:width]][-NOTES:]
+        note = f"{time.strftime('%H:%M:%S')} {without_controls(' '.join(text.split()))}"
+        self._notes = [*self._notes, note[:width]][-NOTES:]
 
     def show(self, jobs: Sequence[Job]) -> None:
         height = max(1, shutil.get_terminal_size().lines - 7 - len(self._notes))
-        title = f"{_status_counts(jobs)}, {time.strftime('%H:%M:%S')}"
+        title = f"{without_controls(_status_counts(jobs))}, {time.strftime('%H:%M:%S')}"
         text = "\n".join([title, "", self._draw(jobs[-height:]), *self._notes, ""])
         cursor_up = f"\x1b[{self._lines}A" if self._lines else ""
-        print(f"{cursor_up}\r\x1b[J{text}", end="", flush=True)
+        write_own(sys.stdout, f"{cursor_up}\r\x1b[J{text}")
         self._lines = text.count("\n")
 
     def close(self) -> None:

@@ -9,23 +9,33 @@ from llmb.report.page.html_blocks import section, table
 from llmb.report.page.run_record import RunRecord
 from llmb.report.plan_text import RATES
 from llmb.report.table import number
+from llmb.results.result import Result
 
 HEADER = ("measured", "median", "p5 to p95", "unit", "n")
 
 
 def ceilings(record: RunRecord) -> str:
-    """Return the section; empty where the machine was not measured."""
-    probe, among_nodes = record.probe, record.node_collectives
-    if probe is None and among_nodes is None:
-        return ""
+    """Return the section; empty where the machine was not measured.
+
+    The figures are those of the result. The probe's file adds spreads, unless it was written again since the run.
+    """
+    ceiling, probe, among_nodes = record.result.measured_ceiling, record.probe, record.node_collectives
     rows: list[tuple[str, ...]] = []
-    notes = []
-    if probe is not None:
+    notes: list[str] = []
+    if probe is not None and (ceiling is None or ceiling.tflops in (probe.rates.matmul_tflops, probe.rates.fp8_tflops)):
         rows += spread_rows(probe.details) if probe.details is not None else _plain_rows(probe)
-        notes += [f"By llmb-run probe, {probe.rates.source}.", _reached(record, probe)]
+        notes += [f"By llmb-run probe, {probe.rates.source}.", _reached(record.result), _largest_all_reduce(probe)]
+    elif ceiling is not None:
+        rows += [
+            (f"{ceiling.dtype} GEMMs", number(ceiling.tflops), "", "TFLOP/s", ""),
+            ("memory", number(ceiling.memory_gbs), "", "GB/s", ""),
+        ]
+        notes += [f"By llmb-run probe, {ceiling.source}.", _reached(record.result)]
     if among_nodes is not None:
         rows += _node_rows(among_nodes)
         notes += [f"Collectives on {', '.join(among_nodes.nodes)}: {among_nodes.measured_at}."]
+    if not rows:
+        return ""
     note = " ".join(filter(None, notes))
     return section("ceilings", "Ceilings measured by probe", table("ceilings-table", HEADER, rows), note)
 
@@ -48,20 +58,15 @@ def _plain_rows(probe: ProbeRecord) -> Iterator[tuple[str, ...]]:
             yield title, number(value), "", unit, ""
 
 
-def _reached(record: RunRecord, probe: ProbeRecord) -> str:
-    """Return the run's own rate against the ceiling of its dtype; nothing where the run has no FLOP/s."""
-    result = record.result
-    if result.tflops_per_gpu is None or result.tflops_source != "model FLOPs" or result.one_rank is not None:
+def _reached(result: Result) -> str:
+    """Return the run's own rate against the ceiling of its dtype; nothing where it is unknown."""
+    ceiling = result.measured_ceiling
+    if ceiling is None or ceiling.fraction is None or result.tflops_per_gpu is None:
         return ""
-    is_fp8 = (result.dtype or "").startswith("fp8") and probe.rates.fp8_tflops is not None
-    ceiling = probe.rates.fp8_tflops if is_fp8 else probe.rates.matmul_tflops
-    assert ceiling is not None
-    kind = "fp8 GEMMs" if is_fp8 else "GEMMs"
-    text = (
+    return (
         f"The run computes {number(result.tflops_per_gpu)} TFLOP/s per GPU, "
-        f"{100 * result.tflops_per_gpu / ceiling:.0f} % of what {kind} sustain there."
+        f"{100 * ceiling.fraction:.0f} % of what {ceiling.dtype} GEMMs sustain there."
     )
-    return f"{text} {_largest_all_reduce(probe)}".strip()
 
 
 def _largest_all_reduce(probe: ProbeRecord) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from llmb.report.table import terminal_width
 from llmb.report.terminal.folding import INDENT, fold, fold_offsets
+from llmb.report.terminal.safe_stream import without_controls, write_own
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -55,12 +56,15 @@ def shows_colour(output: TextIO) -> bool:
 def print_report(text: str, output: TextIO | None = None) -> None:
     """Print a report; on a terminal within its width, with verdict, status and warnings in colour."""
     output = sys.stdout if output is None else output
-    print(coloured(text, output), file=output, flush=True)
+    write_own(output, coloured(text, output) + "\n")
 
 
 def coloured(text: str, output: TextIO) -> str:
-    """Return a report as it is printed there: within the terminal's width, with escape codes where it shows colours."""
-    width = terminal_width()
+    """Return a report as it is printed there: within the terminal's width, with escape codes where it shows colours.
+
+    No others are left in it: the text may quote names and logs.
+    """
+    text, width = without_controls(text), terminal_width()
     if not shows_colour(output):
         return fold(text, width)
     from rich.console import Console

@@ -1,9 +1,10 @@
 """Output without the control sequences of others: names, reasons and logs come from files that anybody may write.
 
-    with safe_output(): print(reason)       # "\\x1b]0;title\\x07" is shown as it is written here
+    with safe_output(): print(reason)                         # "\\x1b]0;title\\x07" is shown as it is written here
+    write_own(sys.stdout, colour(without_controls(reason)))   # what adds colours cleans the text before
 
-Our own colours, progress lines and cursor movements pass: they are a short list, and none of them sets a title, writes
-to the clipboard, switches the screen or hides text.
+No control character is passed on, not even a colour or a cursor movement: with those a log rewrites the lines above it.
+Colours, progress rows and screens of our own go around that by `write_own`.
 """
 
 import re
@@ -12,18 +13,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_COLOURS = r"\x1b\[(?:(?:0|[1-79]|2[2-79]|[349][0-79]|[34]8;5;\d{1,3}|10[0-7]);?)*m"
-_PROGRESS = r"\x1b\[(?:\d{0,3}A|[0-2]?K|\?25[hl]|1G)"  # rich and StatusLine: cursor up, erase line, hide cursor
-_CONTROLS = re.compile(rf"({_COLOURS}|{_PROGRESS})|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# A colour is left out, as nobody misses it in a log; all else but tab and newline is shown, carriage returns included.
+_CONTROLS = re.compile(r"(?P<colour>\x1b\[[0-9;:]*m)|\r(?=\n)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def without_controls(text: str) -> str:
-    """Return text with every other control character spelled out."""
+    """Return text without colours and with every other control character spelled out."""
     return text if text.isprintable() else _CONTROLS.sub(_spelled_out, text)
 
 
 def _spelled_out(match: re.Match[str]) -> str:
-    return match[1] or match[0].encode("unicode_escape").decode()
+    if match["colour"] is not None or (match[0] == "\r" and match.string.startswith("\n", match.end())):
+        return ""
+    return match[0].encode("unicode_escape").decode()
+
+
+def write_own(output: Any, text: str) -> None:
+    """Write text with control sequences of our own, in which text of others is clean already."""
+    getattr(output, "write_own", output.write)(text)
+    output.flush()
 
 
 class SafeStream:
@@ -33,14 +41,17 @@ class SafeStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write text without control sequences; characters that the terminal's encoding lacks are spelled out too."""
-        safe = without_controls(text)
+        """Write text without control sequences."""
+        self.write_own(without_controls(text))
+        return len(text)
+
+    def write_own(self, text: str) -> None:
+        """Write text as it is; characters that the terminal's encoding lacks are spelled out."""
         try:
-            self._stream.write(safe)
+            self._stream.write(text)
         except UnicodeEncodeError:
             encoding = self._stream.encoding or "utf-8"
-            self._stream.write(safe.encode(encoding, "backslashreplace").decode(encoding))
-        return len(text)
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
