@@ -72,11 +72,11 @@ def _quantize_rows(x_NI: Tensor, ends_E: Tensor) -> tuple[GroupOffsets, GroupedF
 def _group_offsets(ends_E: Tensor, rows: int) -> GroupOffsets:
     """Compute them once for all layers of the same experts: twenty small kernels."""
     key = ends_E._version, _is_capturing(ends_E), rows
-    known, rest = _offsets.get(ends_E, (None, ()))
-    if known != key:
-        _, *rest = group_offsets(ends_E, rows)
-        _offsets[ends_E] = key, rest  # without ends_E, which would keep itself alive
-    return GroupOffsets(ends_E, *rest)
+    cached_key, offsets = _offsets.get(ends_E, (None, ()))
+    if cached_key != key:
+        _, *offsets = group_offsets(ends_E, rows)
+        _offsets[ends_E] = key, offsets  # without ends_E, which would keep itself alive
+    return GroupOffsets(ends_E, *offsets)
 
 
 class _Fp8GroupedMm(torch.autograd.Function):
