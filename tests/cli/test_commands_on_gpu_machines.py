@@ -70,6 +70,7 @@ def test_documented_commands_resolve_on_an_h100(llmb_run, monkeypatch, tmp_path,
     (tmp_path / "Qwen3-8B").mkdir()
     for path in (tmp_path / "config.json", tmp_path / "Qwen3-8B" / "config.json"):
         path.write_text(json.dumps(QWEN3_8B))
+    (tmp_path / "faults.yaml").write_text("- {kind: rank_killed, step: 5, rank: 1}\n")
     monkeypatch.chdir(tmp_path)
     code, out, err = llmb_run(*as_dry_run(command, monkeypatch))
     assert code == 0, f"{command}\n{err}"

@@ -26,7 +26,7 @@ def test_probe_measures_stores_and_prints_the_rates_of_plans(llmb_run, tmp_path)
     assert rates.gpu == "cpu"
     assert rates.fp8_tflops is None
     for name, rate in asdict(rates).items():
-        assert name in ("gpu", "fp8_tflops", "bus_gbs", "source") or rate > 0
+        assert name in ("gpu", "fp8_tflops", "bus_gbs", "device_memory_bytes", "source") or rate > 0
     assert rates.source.startswith("measured on ")
     assert rates.source in out
     progress = [line.split(":")[0].strip() for line in err.splitlines()]
