@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -36,18 +38,16 @@ def test_the_gpu_of_the_listening_process(monkeypatch, url):
 
 
 def test_a_descendant_serves_and_facts_that_differ_are_left_out(monkeypatch, url):
-    child = os.fork()
-    if child == 0:
-        socket.socketpair()[0].recv(1)  # until it is killed
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        gpus_of(monkeypatch, os.getpid(), child, power_limit_w=123.0)
+        gpus_of(monkeypatch, os.getpid(), sleeper.pid, power_limit_w=123.0)
         name, facts = server_device(url)
         assert name == "NVIDIA H200"
         assert "power_limit_w" not in facts
         assert facts["driver"] == recorded_gpus("h200")[0].driver
     finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_nothing_is_known_of_other_processes_and_machines(monkeypatch, url):
