@@ -183,8 +183,18 @@ class ActivationSizes:
         """Return about the most that a layer needs while it runs, besides what it saves.
 
         A few of its widest activations; in backward also the gradient of its largest expert matrix, which a grouped
-        GEMM does not write in place.
+        GEMM does not write in place. Layers of the same blocks are alike.
         """
+        key = layer_blocks(self.model, layer), forward
+        if key not in self._working:
+            self._working[key] = self._working_of(layer, forward)
+        return self._working[key]
+
+    @cached_property
+    def _working(self) -> dict[tuple[tuple[str, ...], bool], float]:
+        return {}
+
+    def _working_of(self, layer: int, forward: bool) -> float:
         if has_explicit_layers(self.config):
             return self._explicit_working(layer, forward)
         rows, expert_size = _largest_matrices(tuple(layer_weights(self.model, layer)), self.parallel)

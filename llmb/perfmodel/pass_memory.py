@@ -21,10 +21,11 @@ from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.shards import (
     StageShape,
     Weight,
+    end_weights,
     gradient_bytes,
     layer_blocks,
+    layer_weights,
     replicated_values,
-    stage_units,
     weight_buckets,
 )
 
@@ -57,13 +58,12 @@ class UnitValues:
     @classmethod
     def of_stage(cls, model: Model, stage: StageShape, parallel: Parallel) -> list["UnitValues"]:
         """Count those of each FSDP unit of a stage; layers of the same blocks are alike."""
-        root, *layers = stage_units(model, stage)
         by_blocks: dict[tuple[str, ...], UnitValues] = {}
-        values = [cls.of(root, parallel)]
-        for layer, weights in zip(stage.layers, layers, strict=True):
+        values = [cls.of(end_weights(model, stage), parallel)]
+        for layer in stage.layers:
             blocks = layer_blocks(model, layer)
             if blocks not in by_blocks:
-                by_blocks[blocks] = cls.of(weights, parallel)
+                by_blocks[blocks] = cls.of(layer_weights(model, layer), parallel)
             values.append(by_blocks[blocks])
         return values
 
@@ -87,6 +87,7 @@ class _Ledger:
     def __init__(self) -> None:
         self.held: BytesByPurpose = Counter()
         self.peak: BytesByPurpose = Counter()
+        self._peak_total = 0.0
 
     def add(self, name: str, size: float) -> None:
         """Allocate, or free a negative size."""
@@ -95,9 +96,10 @@ class _Ledger:
 
     def use(self, name: str, size: float) -> None:
         """Allocate and free at once."""
-        if self.held.total() + size > self.peak.total():
+        if self.held.total() + size > self._peak_total:
             self.peak = Counter(self.held)
             self.peak[name] += size  # type: ignore[assignment]
+            self._peak_total = self.peak.total()
 
     def result(self) -> PassMemory:
         return PassMemory(self.peak, self.held)
