@@ -215,7 +215,7 @@ def test_kernels_by_name(name, kind):
     assert kernels.kind_of(name) == kind
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_infer_program_runs_on_any_machine(tmp_path):
     command = [sys.executable, BENCH / "infer_gpu.py", "--tiny", "--json", tmp_path / "results.json"]
     done = subprocess.run(

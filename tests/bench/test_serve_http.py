@@ -10,7 +10,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tiny_run_compares_in_process_and_http(tmp_path):
     out = tmp_path / "results.json"
     command = [sys.executable, str(BENCH / "serve_http.py"), "--tiny", "--json", str(out)]
