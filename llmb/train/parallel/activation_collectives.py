@@ -20,13 +20,13 @@ from llmb.train.parallel.sequence_parallel import SequenceParallel
 
 def all_gather(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Concatenate all ranks' shards along a dimension; the backward pass is a reduce-scatter."""
-    gathered: Tensor = _AllGather.apply(x, mesh.get_group(), dim)
+    gathered: Tensor = _SequenceCollective.apply(x, mesh.get_group(), dim, True)
     return gathered
 
 
 def reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Return this rank's shard, along a dimension, of the sum over ranks; the backward pass is an all-gather."""
-    scattered: Tensor = _ReduceScatter.apply(x, mesh.get_group(), dim)
+    scattered: Tensor = _SequenceCollective.apply(x, mesh.get_group(), dim, False)
     return scattered
 
 
@@ -36,39 +36,25 @@ def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return total
 
 
-def _gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Gather with the dimensions before `dim` as sequences."""
-    rows = SequenceParallel(group, x.shape[:dim].numel()).gather(x.flatten(0, dim))
-    return rows.unflatten(0, (*x.shape[:dim], -1))
+class _SequenceCollective(torch.autograd.Function):
+    """All-gather, or reduce-scatter, along one dimension; backward is the other of the two."""
 
-
-def _scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    rows = SequenceParallel(group, x.shape[:dim].numel()).reduce_scatter(x.flatten(0, dim))
-    return rows.unflatten(0, (*x.shape[:dim], -1))
-
-
-class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gather(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, gathers: bool) -> Tensor:
+        ctx.group, ctx.dim, ctx.gathers = group, dim, gathers
+        return _collect(x, group, dim, gathers)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter(grad, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _collect(grad, ctx.group, ctx.dim, not ctx.gathers), None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _scatter(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.group, ctx.dim), None, None
+def _collect(x: Tensor, group: ProcessGroup, dim: int, gathers: bool) -> Tensor:
+    """Run the collective with the dimensions before `dim` as sequences."""
+    tp = SequenceParallel(group, x.shape[:dim].numel())
+    rows = (tp.gather if gathers else tp.reduce_scatter)(x.flatten(0, dim))
+    return rows.unflatten(0, (*x.shape[:dim], -1))
 
 
 class _AllReduce(torch.autograd.Function):
