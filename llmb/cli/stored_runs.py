@@ -1,9 +1,7 @@
 """Loading of run folders and storing of results, shared by several commands."""
 
-import gc
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from sys import intern
@@ -15,6 +13,7 @@ from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.events import Event, RequestDone, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder, printable_path
+from llmb.perfmodel.garbage_collection import paused_garbage_collection
 from llmb.perfmodel.metrics import TimedRequest
 from llmb.results.derive import derive
 from llmb.results.log_window import Window, format_window, named_window
@@ -111,7 +110,7 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
     Of the two ends the log's counts, unless llmb-run stopped the run or the log has none.
     """
     starts = run.starts if config.limits.max_restarts else [run]  # one continues the other, or starts anew
-    with _collector_paused():
+    with paused_garbage_collection():
         own_events = list(_compact(read_all(path for start in starts for path in start.all_events())))
     if not run.log.exists():
         return own_events
@@ -123,18 +122,6 @@ def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
     stopped = any(isinstance(event, RunEnded) and event.status in ("timeout", "incomplete") for event in own_events)
     unknown_end = any(isinstance(event, RunEnded) and event.status == "incomplete" for event in log_events)
     return [*log_events, *own_events] if stopped or unknown_end else [*own_events, *log_events]
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from looking through a growing list of events again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _compact(events: Iterable[Event]) -> Iterator[Event]:

@@ -8,14 +8,13 @@ The most promising are simulated, then the neighbours of the fastest. Nothing is
 any of it.
 """
 
-import gc
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
+from llmb.perfmodel.garbage_collection import paused_garbage_collection
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.minimum_budgets import minimum_budgets
@@ -34,19 +33,7 @@ COPY_SLOWDOWN = 0.01  # fraction of the copy time by which overlapping computati
 TASK_BUDGET = 60_000  # tasks simulated in total
 
 
-@contextmanager
-def _paused_garbage_collection() -> Iterator[None]:
-    """Pause the cyclic collector, which walks the tasks of each simulation again and again: a quarter of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_paused_garbage_collection()
+@paused_garbage_collection()
 def best_plan(model: Model, constraints: PlanConstraints, rates: Rates) -> PlanResult:
     """Return the fastest plan that fits, or raise one line with the minimum budgets."""
     _check(model, constraints)
