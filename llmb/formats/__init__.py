@@ -1,1 +1,1 @@
-"""File formats of other projects, read without torch: safetensors, token files, checksums, weight folders."""
+"""Formats of files and facts of folders and devices, read without torch: safetensors, token files, GPUs."""
