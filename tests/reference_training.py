@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from small_models import llama_model
 
@@ -161,3 +162,17 @@ def trained(trainer: Trainer, steps: int, first: int = 1) -> tuple[list[float], 
     issued = [trainer.step(step, "step" if step < steps else "flush") for step in range(first, steps + 1)]
     trainer.flush_updates("nothing")
     return [step.loss for step in issued], [step.grad_norm for step in issued]
+
+
+def assert_trains_as_reference(
+    model: Model, plan: Plan, steps: int, clip: float | None = None, streams: Streams | None = None
+) -> None:
+    """Train out of core and in memory, and compare losses, gradient norms and weights."""
+    losses, norms, network = train_reference(model, plan, steps, clip)
+    trainer = trainer_of(model, plan, clip, streams)
+    actual_losses, actual_norms = trained(trainer, steps)
+    assert actual_losses == pytest.approx(losses, rel=2e-6)
+    assert actual_norms == pytest.approx(norms, rel=1e-5)
+    weights = weights_in(trainer)
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: n + m)

@@ -9,7 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 from model_table import TABLE_MODELS
-from reference_training import LEAST, SMOOTH, TIED, UNTIED, train_reference, trained, trainer_of, weights_in
+from reference_training import (
+    LEAST,
+    SMOOTH,
+    TIED,
+    UNTIED,
+    assert_trains_as_reference,
+    train_reference,
+    trained,
+    trainer_of,
+)  # fmt: skip
 from shuffled_streams import ShuffledStreams
 
 from llmb.config.llama_layer_shapes import has_llama_layers
@@ -45,17 +54,6 @@ def plan_of(model: Model, **changes: object) -> Plan:
     return replace(plan, **({"levels": ("AIIAA" * model.layers * 2)[: model.layers * 6]} | changes))
 
 
-def assert_equal_training(model: Model, plan: Plan, clip: float | None = None) -> None:
-    losses, norms, network = train_reference(model, plan, STEPS, clip)
-    trainer = trainer_of(model, plan, clip, ShuffledStreams(5))
-    found_losses, found_norms = trained(trainer, STEPS)
-    assert found_losses == pytest.approx(losses, rel=2e-6)
-    assert found_norms == pytest.approx(norms, rel=1e-5)
-    weights = weights_in(trainer)
-    for name, parameter in network.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: n + m)
-
-
 @pytest.fixture(autouse=True)
 def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger epsilon of Adam, so that weights can be compared as closely as gradients."""
@@ -69,7 +67,7 @@ def test_every_architecture_that_is_not_refused_is_compared() -> None:
 
 @pytest.mark.parametrize("model", CASES, ids=lambda model: f"{model.architecture}-{model.name}")
 def test_every_variant_matches_training_in_memory(model: Model) -> None:
-    assert_equal_training(model, plan_of(model))
+    assert_trains_as_reference(model, plan_of(model), STEPS, streams=ShuffledStreams(5))
 
 
 @pytest.mark.parametrize("case", ["clipped in the next forward pass", "sequences share a chunk", "everything resident"])
@@ -83,7 +81,7 @@ def test_plans_match_training_in_memory(case: str) -> None:
         ),
     }  # fmt: skip
     changes, clip = plans[case]
-    assert_equal_training(POST_NORMS, plan_of(POST_NORMS, **changes), clip)
+    assert_trains_as_reference(POST_NORMS, plan_of(POST_NORMS, **changes), STEPS, clip, ShuffledStreams(5))
 
 
 @pytest.mark.parametrize("model", CASES, ids=lambda model: f"{model.architecture}-{model.name}")
@@ -101,7 +99,7 @@ def test_named_parameters_are_those_of_the_network(model: Model) -> None:
 def test_scaled_embeddings_of_plain_layers() -> None:
     model = replace(TIED, name="scaled", embedding_scale=5.0)
     assert has_llama_layers(model)
-    assert_equal_training(model, plan_of(model))
+    assert_trains_as_reference(model, plan_of(model), STEPS, streams=ShuffledStreams(5))
 
 
 @pytest.mark.parametrize("update", ["master", "stochastic"])

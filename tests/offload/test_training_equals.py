@@ -12,11 +12,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_table import TABLE_MODELS
 from outofcore_plans import models, plans
-from reference_training import LEAST, SEED, SMOOTH, TIED, UNTIED, train_reference, trained, trainer_of, weights_in
+from reference_training import (
+    LEAST,
+    SEED,
+    SMOOTH,
+    TIED,
+    UNTIED,
+    assert_trains_as_reference,
+    train_reference,
+    trained,
+    trainer_of,
+    weights_in,
+)  # fmt: skip
 from shuffled_streams import ShuffledStreams
 
 from llmb.config.llama_layer_shapes import has_llama_layers, has_plain_layers
-from llmb.config.offload_plan import UPDATES, Plan
+from llmb.config.offload_plan import UPDATES
 from llmb.config.spec import Model
 from llmb.models.llama import Llama
 from llmb.perfmodel.offload.buffers import ParamBuckets
@@ -70,33 +81,22 @@ def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)
 
 
-def assert_equal_training(model: Model, plan: Plan, clip: float | None, streams: ShuffledStreams | None) -> None:
-    losses, norms, network = train_reference(model, plan, STEPS, clip)
-    trainer = trainer_of(model, plan, clip, streams)
-    found_losses, found_norms = trained(trainer, STEPS)
-    assert found_losses == pytest.approx(losses, rel=2e-6)
-    assert found_norms == pytest.approx(norms, rel=1e-5)
-    weights = weights_in(trainer)
-    for name, parameter in network.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: n + m)
-
-
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_path_matches_ordinary_training(plan: str, streams: str) -> None:
-    assert_equal_training(UNTIED, PLANS[plan], None, STREAMS[streams]())
+    assert_trains_as_reference(UNTIED, PLANS[plan], STEPS, None, STREAMS[streams]())
 
 
 @pytest.mark.parametrize("update_at", ["forward", "backward"])
 def test_tied_embeddings(update_at: str) -> None:
     plan = replace(LEAST, update_at=update_at, gbs=3, chunk_tokens=6, levels="FAIFAI")
-    assert_equal_training(TIED, plan, None, ShuffledStreams(5))
+    assert_trains_as_reference(TIED, plan, STEPS, None, ShuffledStreams(5))
 
 
 @pytest.mark.parametrize("plan", ["levels mixed over layers and chunks", "chunks with a short last one", "input kept"])
 def test_sliding_windows_and_layers_without_rope(plan: str) -> None:
     model = replace(UNTIED, name="windows", attention_pattern="SFN", window=3, attention_scale=0.5)
-    assert_equal_training(model, PLANS[plan], None, ShuffledStreams(5))
+    assert_trains_as_reference(model, PLANS[plan], STEPS, None, ShuffledStreams(5))
 
 
 QWEN3 = replace(UNTIED, name="norms", architecture="qwen3", qk_norm="head")
@@ -113,7 +113,7 @@ WITH_VECTORS = {
 )
 @pytest.mark.parametrize("model", WITH_VECTORS)
 def test_biases_and_norms_of_heads(model: str, plan: str) -> None:
-    assert_equal_training(WITH_VECTORS[model], PLANS[plan], None, ShuffledStreams(5))
+    assert_trains_as_reference(WITH_VECTORS[model], PLANS[plan], STEPS, None, ShuffledStreams(5))
 
 
 def test_recomputation_with_biases_and_norms_gives_the_same_bits() -> None:
@@ -130,12 +130,14 @@ def test_recomputation_with_biases_and_norms_gives_the_same_bits() -> None:
 def test_published_variants_with_biases_and_norms(model: Model) -> None:
     shards = ParamBuckets(model).vocab_shards
     plan = replace(LEAST, param_blocks=shards, grad_blocks=shards, chunk_tokens=4, levels="FAIIAF" * model.layers)
-    assert_equal_training(model, replace(plan, levels=plan.levels[: 3 * model.layers]), None, ShuffledStreams(5))
+    assert_trains_as_reference(
+        model, replace(plan, levels=plan.levels[: 3 * model.layers]), STEPS, None, ShuffledStreams(5)
+    )
 
 
 @pytest.mark.parametrize("clip", [0.5, 100.0])
 def test_gradients_are_clipped_to_a_norm(clip: float) -> None:
-    assert_equal_training(UNTIED, replace(LEAST, update_at="forward", gbs=3), clip, ShuffledStreams(7))
+    assert_trains_as_reference(UNTIED, replace(LEAST, update_at="forward", gbs=3), STEPS, clip, ShuffledStreams(7))
 
 
 @pytest.mark.slow
@@ -145,7 +147,7 @@ def test_any_plan_matches_ordinary_training(data: st.DataObject) -> None:
     model = data.draw(models())
     plan = data.draw(plans(model))
     clip = data.draw(st.sampled_from((None, 0.5))) if plan.update_at == "forward" else None
-    assert_equal_training(model, plan, clip, ShuffledStreams(data.draw(st.integers(0, 999))))
+    assert_trains_as_reference(model, plan, STEPS, clip, ShuffledStreams(data.draw(st.integers(0, 999))))
 
 
 def test_updates_match_with_the_default_eps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +165,7 @@ def test_many_vocabulary_shards() -> None:
     parts = ParamBuckets(model).vocab_shards
     assert parts > 3
     plan = replace(LEAST, param_blocks=parts, grad_blocks=parts)
-    assert_equal_training(model, plan, None, ShuffledStreams(9))
+    assert_trains_as_reference(model, plan, STEPS, None, ShuffledStreams(9))
 
 
 @pytest.mark.slow
