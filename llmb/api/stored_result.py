@@ -70,7 +70,7 @@ class Result(Figures):
         return DataFrame(sample_rows(self.samples))
 
     def report(self, path: str | Path | None = None) -> InlinePage:
-        """Write the HTML page of `llmb-run report`, into the run's folder unless told otherwise; a notebook shows it.
+        """Write the HTML page of `llmb-run report`, into the run's folder by default; a notebook shows it.
 
         >>> page = llmb.load("L1").report()
         >>> page.path.name

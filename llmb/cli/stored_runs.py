@@ -71,7 +71,7 @@ def settle_result(run: RunFolder, config: RunConfig, cause: str | None = None) -
 
 
 def unwritten(result: Result, error: LaunchError) -> Result:
-    """Return a result that could not be written beside its run, with that said."""
+    """Return a result that could not be written beside its run, with the reason extended by that."""
     return replace(result, reason="; ".join(filter(None, (result.reason, str(error)))))
 
 

@@ -259,7 +259,7 @@ def paths(folders: Iterable[Path]) -> Iterator[Path]:
 def load_all(folders: Iterable[Path], report: Callable[[str], None] | None = None) -> dict[str, Recipe]:
     """Load all recipes by workload; one in a later folder replaces an earlier one of the same name.
 
-    `report` is told what is wrong with a recipe, which is left out; without it the first wrong one is raised.
+    `report` is called with what is wrong with a recipe, which is left out; without it the first wrong one is raised.
     """
     recipes: dict[str, Recipe] = {}
     for path in paths(folders):

@@ -41,7 +41,7 @@ def _narrow(facts: DeviceFacts) -> str | None:
 def _grouped(
     code: str, ranks: Sequence[Rank], describe: Callable[[DeviceFacts], str | None], remedy: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield one warning for ranks of which the same is said."""
+    """Yield one warning for ranks with the same text."""
     texts: dict[str, list[RunStarted]] = {}
     for event, facts in ranks:
         if text := describe(facts):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from llmb.config.recipe import Recipe
 
 TASKS = ("train", "serve", "offload")
-HOST_FRACTION = 0.8  # of available host memory that out-of-core training takes unless told otherwise
+HOST_FRACTION = 0.8  # of available host memory that out-of-core training takes by default
 DEVICE_FRACTION = 0.9  # of the GPU's memory
 
 
