@@ -85,13 +85,6 @@ def test_missing_scales_are_measured_anew(tmp_path: Path) -> None:
     assert remaining == pytest.approx(losses[STOPPED:], rel=0.02)
 
 
-@pytest.mark.slow
-def test_training_resumes_with_another_plan(tmp_path: Path) -> None:
-    losses, _ = trained(trainer_of(UNTIED, PLAN), STEPS)
-    stopped(PLAN, tmp_path)
-    assert resumed(OTHER, tmp_path)[0] == pytest.approx(losses[STOPPED:], rel=1e-5)
-
-
 def test_trained_weights_are_exported(tmp_path: Path) -> None:
     trainer = trainer_of(UNTIED, OTHER)
     trained(trainer, 2)

@@ -115,18 +115,3 @@ def test_matmul_in_a_cuda_graph(device):
     out.zero_()
     graph.replay()
     assert_close_after_rounding(out, left, right)
-
-
-@pytest.mark.exclusive  # measures time
-@pytest.mark.gpu
-@needs_gpu
-def test_fastest_candidate_is_picked(device):
-    left, right = randn(4096, 4096, device), randn(4096, 4096, device)
-
-    def repeated(times: int) -> bool:
-        for _ in range(times):
-            torch.mm(left, right)
-        return True
-
-    candidates = [lambda: repeated(3), lambda: repeated(1), lambda: repeated(2)]
-    assert algorithm_trial.pick_fastest(candidates, ["three", "one", "two"]) == 1
