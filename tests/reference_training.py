@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_models import llama_model
 
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 from llmb.models.architectures import Network, build_model
@@ -40,6 +41,19 @@ LEAST = Plan(
     update="master", update_at="backward", resident_params=0, resident_grads=0, resident_states=0, param_blocks=2,
     grad_blocks=2, state_blocks=1, inp_slots=2, kv_slots=1, attn_slots=1, rest_slots=1, levels="FFF",
 )  # fmt: skip
+
+
+def least_plan(model: Model) -> Plan:
+    """Return two groups of three chunks a round, the last chunk and the last round short, in the fewest buffers.
+
+    Chunks are saved at all levels that the model's layers have.
+    """
+    shards = ParamBuckets(model).vocab_shards
+    letters = "FAIIFA" if has_llama_layers(model) else "AIIAA"
+    return replace(
+        LEAST, gbs=3, chunk_tokens=4, groups_per_round=2, param_blocks=shards, grad_blocks=shards,
+        levels=(letters * model.layers * 2)[: model.layers * 6],
+    )  # fmt: skip
 
 
 def older_version(checkpoint: Path) -> None:

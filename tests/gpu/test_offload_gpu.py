@@ -18,6 +18,7 @@ from reference_training import (
     SMOOTH,
     UNTIED,
     assert_trains_as_reference,
+    least_plan,
     lr,
     trained,
     trainer_of,
@@ -96,14 +97,6 @@ def streaming_plan(model: Model, dtype: str = "bf16", update: str = "stochastic"
     if model is ONE_B:
         plan = replace(plan, resident_params=8, resident_grads=4, resident_states=4)
     return plan
-
-
-def least_plan(model: Model) -> Plan:
-    """Return two groups of three chunks a round, in the fewest buffers."""
-    shards = ParamBuckets(model).vocab_shards
-    plan = replace(LEAST, gbs=3, chunk_tokens=4, groups_per_round=2, param_blocks=shards, grad_blocks=shards)
-    letters = "FAIIFA" if has_llama_layers(model) else "AIIAA"
-    return replace(plan, levels=(letters * model.layers * 2)[: model.layers * 6])
 
 
 def network_of(trainer: Trainer, dtype: torch.dtype) -> Network:
