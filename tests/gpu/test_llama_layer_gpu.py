@@ -53,25 +53,27 @@ def random_inputs(segments: list[Segment]) -> tuple[Tensor, ...]:
     return q, *(randn(context, GROUPS, WIDTH, seed=seed) for seed in (3, 4)), dout
 
 
-def forward_and_backward(segments: list[Segment], tensors: tuple[Tensor, ...], key_block: int) -> list[Tensor]:
+def forward_and_backward(
+    segments: list[Segment], tensors: tuple[Tensor, ...], key_block: int, window: int | None
+) -> list[Tensor]:
     """Return output and gradients; the chunk is the end of its context, as out of core."""
     q, k, v, dout = tensors
     out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q), device=GPU), torch.empty_like(q)
     dk, dv = (torch.full(k.shape, torch.nan, device=GPU) for _ in range(2))
     before = chunk_rows(segments).start
     kv, dkv = ((x[before:], y[before:], x[:before], y[:before]) for x, y in ((k, v), (dk, dv)))
-    segment_attention_forward(q, *kv, segments, SCALE, key_block, out=(out, lse))
-    segment_attention_backward(dout, q, *kv, out, lse, segments, dq, *dkv, False, SCALE, key_block)
+    segment_attention_forward(q, *kv, segments, SCALE, key_block, out=(out, lse), window=window)
+    segment_attention_backward(dout, q, *kv, out, lse, segments, dq, *dkv, False, SCALE, key_block, window)
     return [out, lse, dq, dk, dv]
 
 
-@pytest.mark.parametrize("key_block", [256, KEY_BLOCK])
+@pytest.mark.parametrize(("key_block", "window"), [(256, None), (KEY_BLOCK, None), (KEY_BLOCK, 300)])
 @pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
-def test_selected_kernel_matches_the_plain_one(segments, key_block):
+def test_selected_kernel_matches_the_plain_one(segments, key_block, window):
     tensors = random_inputs(segments)
-    assert kernel_for(tensors[0], segments) is not PLAIN
-    actual = forward_and_backward(segments, tensors, key_block)
-    expected = forward_and_backward(segments, tuple(x.float() for x in tensors), key_block)
+    assert kernel_for(tensors[0], segments, window) in ((CUDNN, FLASH) if window is None else (FLASH,))
+    actual = forward_and_backward(segments, tensors, key_block, window)
+    expected = forward_and_backward(segments, tuple(x.float() for x in tensors), key_block, window)
     for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
         error = relative_error(x, exact)
         assert error < 0.01, f"{name}: relative error {error:.4f}"
