@@ -24,11 +24,12 @@ from reference_training import (
     trainer_of,
     weights_in,
 )
+from training_run import run_config
 
 from llmb.config.llama_layer_shapes import has_llama_layers, has_plain_layers
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, MoEConfig, OutOfCore, Parallel, Precision, Profile, RunConfig
+from llmb.config.spec import Model, MoEConfig, OutOfCore, Profile
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import Network, build_model
 from llmb.offload.__main__ import run
@@ -223,12 +224,9 @@ def test_run_keeps_its_budgets_and_overlaps_its_streams(
 ) -> None:
     budgets = {"seqlen": 8192, "host_gib": host_gib, "device_gib": device_gib, "gbs": 8}
     result = best_plan(model, PlanConstraints(dtype="bf16", update="stochastic", **budgets), H200)
-    config = RunConfig(
-        name=model.name, target="outofcore_llama3", size="1b", machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
-        model=model, parallel=Parallel(), precision=Precision(dtype="bf16"),
-        workload=OutOfCore(**budgets, steps=4, window=(3, 4), plan=result.plan, lr=1e-5),
-        profile=Profile(profile=model is ONE_B, profile_start=3, profile_stop=4),
-    )  # fmt: skip
+    work = OutOfCore(**budgets, steps=4, window=(3, 4), plan=result.plan, lr=1e-5)
+    profile = Profile(profile=model is ONE_B, profile_start=3, profile_stop=4)
+    config = replace(run_config(model, "bf16", work), profile=profile)
     (tmp_path / "config.json").write_text(json.dumps(to_plain(config)))
     assert run(tmp_path / "config.json", EventRecorder(tmp_path, 0)) == 0
     *events, ended = read(tmp_path / "events.rank0.jsonl")
