@@ -31,7 +31,7 @@ from shuffled_streams import ShuffledStreams
 from llmb.config.llama_layer_shapes import has_llama_layers, has_plain_layers
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.offload_plan import UPDATES, Plan
-from llmb.config.spec import Model
+from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.llama import Llama
@@ -106,6 +106,10 @@ WITH_VECTORS = (
     QWEN3,
     replace(QWEN3_BIAS, name="both, with windows and without RoPE", attention_pattern="SFN", window=3),
 )
+# So narrow that gradients do not fit into the memory of gate and up; as many KV heads as heads; scaled RoPE.
+NARROW = replace(UNTIED, name="narrow", ffn=16)
+FULL_HEADS = replace(UNTIED, name="full heads", kv_heads=4)
+SCALED_ROPE = replace(UNTIED, name="scaled RoPE", rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=16))
 SCALED = replace(TIED, name="scaled embeddings", embedding_scale=5.0)
 VOCABULARY = replace(UNTIED, name="many vocabulary shards", vocab=1000)
 POST_NORMS = replace(UNTIED, name="post-norms", architecture="gemma3", qk_norm="head", post_norms=True)
@@ -121,7 +125,7 @@ CASES: list[tuple[Model, Plan | str, float | None]] = [
         for model in WITH_VECTORS
         for plan in ("levels mixed over layers and chunks", "rounds, the last one short", "everything resident")
     ),
-    (SCALED, least_plan(SCALED), None),
+    *((model, least_plan(model), None) for model in (SCALED, NARROW, FULL_HEADS, SCALED_ROPE)),
     (VOCABULARY, least_plan(VOCABULARY), None),
     (POST_NORMS, replace(least_plan(POST_NORMS), update_at="forward"), 0.5),
     (
@@ -168,9 +172,10 @@ def test_named_parameters_are_those_of_the_network(model: Model) -> None:
     assert ranks == sorted(ranks, reverse=True)  # those with weight decay first
 
 
-def test_recomputation_with_biases_and_norms_gives_the_same_bits() -> None:
-    """In bf16: whatever is saved of a chunk, queries and keys have the same values before and after their norms."""
-    plans = [replace(LEAST, dtype="bf16", chunk_tokens=4, levels=9 * level) for level in "FAI"]
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_recomputation_with_biases_and_norms_gives_the_same_bits(dtype: str) -> None:
+    """Whatever is saved of a chunk, queries and keys have the same values before and after their norms."""
+    plans = [replace(LEAST, dtype=dtype, chunk_tokens=4, levels=9 * level) for level in "FAI"]
     trainers = [trainer_of(QWEN3_BIAS, plan) for plan in plans]
     losses = [trained(trainer, 2) for trainer in trainers]
     assert losses[1] == losses[2] == losses[0]
