@@ -1,4 +1,4 @@
-"""Backward of the embedding lookup; shards of the vocabulary against autograd: tests/offload/test_vocab_ends.py."""
+"""Backward of the embedding lookup; shards of the vocabulary: tests/offload/test_training_equals.py."""
 
 import torch
 
