@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmb.config.native.outofcore_support import supported_outofcore
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.offload.arena import Budgets
@@ -27,7 +28,6 @@ from llmb.offload.offload_checkpoint import (
     save,
 )
 from llmb.offload.offload_profiler import StreamProfiler
-from llmb.offload.offload_support import supported
 from llmb.offload.step_reports import StepReporter
 from llmb.offload.trainer import Trainer, TrainerSettings
 from llmb.ops.device_capabilities import TRAINING_FEATURES, check_dtypes, fallback_lines
@@ -39,6 +39,7 @@ from llmb.runtime.checkpoint_folder import ResumePoint, record_resume
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, damaged_error
 from llmb.runtime.gpu_sampler import GpuSampler
 from llmb.runtime.process_memory import explain_oom
+from llmb.runtime.profile_window import check_gpu_metrics
 from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import init_distributed
 from llmb.runtime.recorder import EventRecorder
@@ -49,7 +50,8 @@ ENGINE = "llmb.offload"
 
 def train(config: RunConfig, recorder: EventRecorder) -> None:
     """Run every step of the configuration, reporting each; raises where the run cannot go on."""
-    workload, plan = supported(config)
+    workload, plan = supported_outofcore(config)
+    check_gpu_metrics(config.profile)
     folder = recorder.path.parent
     data = open_token_file(workload, config.model.vocab)
     identity = checkpoint_identity(config.model, plan, workload, data)
