@@ -50,7 +50,7 @@ LONGEST_FILES = (
     "test_plan_search",
     "test_serve_clients",
     "test_parity",
-    "test_offload_trainer_gpu",
+    "test_offload_gpu",
     "test_models_gpu",
     "test_full_size_ops",
     "test_explicit_layers_gpu",

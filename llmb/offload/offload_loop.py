@@ -7,13 +7,13 @@ to do: at checkpoints and at the end.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from llmb.config.native.outofcore_support import supported_outofcore
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.offload.arena import Budgets
@@ -28,7 +28,6 @@ from llmb.offload.offload_checkpoint import (
     save,
 )
 from llmb.offload.offload_profiler import StreamProfiler
-from llmb.offload.offload_support import supported
 from llmb.offload.step_reports import StepReporter
 from llmb.offload.trainer import Trainer, TrainerSettings
 from llmb.ops.device_capabilities import TRAINING_FEATURES, check_dtypes, fallback_lines
@@ -39,11 +38,11 @@ from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import ResumePoint, record_resume
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, damaged_error
 from llmb.runtime.gpu_sampler import GpuSampler
-from llmb.runtime.process_memory import is_out_of_memory
+from llmb.runtime.process_memory import explain_oom
+from llmb.runtime.profile_window import check_gpu_metrics
 from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import init_distributed
 from llmb.runtime.recorder import EventRecorder
-from llmb.runtime.run_ending import OutOfMemory
 from llmb.runtime.token_data import open_token_file
 
 ENGINE = "llmb.offload"
@@ -51,7 +50,8 @@ ENGINE = "llmb.offload"
 
 def train(config: RunConfig, recorder: EventRecorder) -> None:
     """Run every step of the configuration, reporting each; raises where the run cannot go on."""
-    workload, plan = supported(config)
+    workload, plan = supported_outofcore(config)
+    check_gpu_metrics(config.profile)
     folder = recorder.path.parent
     data = open_token_file(workload, config.model.vocab)
     identity = checkpoint_identity(config.model, plan, workload, data)
@@ -60,7 +60,7 @@ def train(config: RunConfig, recorder: EventRecorder) -> None:
     check_dtypes(rank_info.device, dtype=config.precision.dtype)
     recorder.add(run_started(rank_info, fallback_lines(rank_info.device, TRAINING_FEATURES)))
     record_resume(recorder, resumed)
-    with explain_out_of_memory(rank_info.device, workload), GpuSampler(recorder, rank_info.device):
+    with explain_oom(partial(oom_message, rank_info.device, workload)), GpuSampler(recorder, rank_info.device):
         batches = ChunkedBatches(config.model, plan, workload.seed, data, workload.pack, rank_info.device)
         trainer = create_trainer(config.model, workload, plan, rank_info.device, batches)
         load_weights(trainer, resumed)
@@ -150,15 +150,9 @@ def memory_line(trainer: Trainer, workload: OutOfCore) -> str:
     return "memory: " + ", ".join(f"{side} {size / GIB:.2f} of {budget:g} GiB" for side, (size, budget) in used.items())
 
 
-@contextmanager
-def explain_out_of_memory(device: torch.device, workload: OutOfCore) -> Iterator[None]:
-    """Turn any out-of-memory error into OutOfMemory with advice."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        peak = torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
-        reached = "" if peak is None else f" at a peak of {peak:.1f} GiB"
-        advice = "a smaller chunk_tokens needs a smaller workspace, a larger device_gib leaves more"
-        raise OutOfMemory(f"out of memory{reached} with device_gib={workload.device_gib:g}: {advice}") from error
+def oom_message(device: torch.device, workload: OutOfCore, _error: Exception) -> str:
+    """Return one line with the peak, and what to change."""
+    peak = torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
+    reached = "" if peak is None else f" at a peak of {peak:.1f} GiB"
+    advice = "a smaller chunk_tokens needs a smaller workspace, a larger device_gib leaves more"
+    return f"out of memory{reached} with device_gib={workload.device_gib:g}: {advice}"

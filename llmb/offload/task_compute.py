@@ -152,24 +152,20 @@ class TaskRunner:
     def _forward(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
         layer, group, number = operation.task.layer, chunk.group, chunk.number
         attn, saved = BufferKey("attn", layer, group, number), BufferKey("rest", layer, group, number)
-        if self.autograd_layers:
-            return self.autograd_layers[self._kind(layer)].forward(
-                self._bucket(operation, BufferKey("param", layer)),
-                self._residual(operation, "inp", layer),
-                self._kv(operation, BufferKey("kv", layer, group)),
-                batch.segments[number],
-                *self._cos_sin(layer, chunk, batch),
-                self._residual(operation, "inp", layer + 1),
-                self._attn(self._bytes(operation, attn), chunk) if attn in operation.buffers else None,
-            )
-        self.layers[self._kind(layer)].forward(
-            self._weights(operation, "forward"),
+        tensors = (
             self._residual(operation, "inp", layer),
             self._kv(operation, BufferKey("kv", layer, group)),
             batch.segments[number],
             *self._cos_sin(layer, chunk, batch),
             self._residual(operation, "inp", layer + 1),
             self._attn(self._bytes(operation, attn), chunk) if attn in operation.buffers else None,
+        )
+        if self.autograd_layers:
+            weights = self._bucket(operation, BufferKey("param", layer))
+            return self.autograd_layers[self._kind(layer)].forward(weights, *tensors)
+        self.layers[self._kind(layer)].forward(
+            self._weights(operation, "forward"),
+            *tensors,
             self._saved(self._bytes(operation, saved), chunk) if saved in operation.buffers else None,
         )
 

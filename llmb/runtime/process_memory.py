@@ -2,8 +2,12 @@
 
 import re
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+
+from llmb.runtime.run_ending import OutOfMemory
 
 OOM_MESSAGES = (
     "can't allocate memory",  # torch's CPU allocator
@@ -27,6 +31,17 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in OOM_MESSAGES)
+
+
+@contextmanager
+def explain_oom(message: Callable[[Exception], str]) -> Iterator[None]:
+    """Turn any out-of-memory error raised inside into OutOfMemory with a message, which says what to change."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory(message(error)) from error
+        raise
 
 
 def requested_bytes(error: Exception) -> float:

@@ -13,8 +13,7 @@ from llmb.errors import ConfigError
 from llmb.loadgen.prompt_sampler import Prompt
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.serving_capacity import advice, cache_capacity, token_bytes, weight_bytes, window_token_bytes
-from llmb.runtime.process_memory import is_out_of_memory, peak_bytes, requested_bytes
-from llmb.runtime.run_ending import OutOfMemory
+from llmb.runtime.process_memory import explain_oom, peak_bytes, requested_bytes
 from llmb.serve.engine_builder import HOST_MEMORY_FRACTION
 
 MIN_MISSING_FRACTION = 0.02  # of the free memory, if the error does not say how much was requested
@@ -23,14 +22,14 @@ MIN_MISSING_FRACTION = 0.02  # of the free memory, if the error does not say how
 @contextmanager
 def report_oom(device: torch.device, config: RunConfig) -> Iterator[None]:
     """Convert any out-of-memory error inside to OutOfMemory with advice."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
+
+    def message(error: Exception) -> str:
         total = total_bytes(device)
         peak = f"out of memory at a peak of {_gib(peak_bytes(device))} of {_gib(total)}"
-        raise OutOfMemory(f"{peak}: {oom_advice(config, total, requested_bytes(error))}") from error
+        return f"{peak}: {oom_advice(config, total, requested_bytes(error))}"
+
+    with explain_oom(message):
+        yield
 
 
 def total_bytes(device: torch.device) -> int:

@@ -26,7 +26,7 @@ from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import record_resume
 from llmb.runtime.faults.fault_injector import FaultInjector
 from llmb.runtime.gpu_sampler import GpuSampler
-from llmb.runtime.process_memory import peak_bytes
+from llmb.runtime.process_memory import explain_oom, peak_bytes
 from llmb.runtime.profile_window import check_gpu_metrics
 from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import RankInfo
@@ -47,7 +47,7 @@ from llmb.train.parallel.mesh import Mesh, init_mesh
 from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.step_profiler import SOURCES, Profiler, format_time_spent
 from llmb.train.step_timer import StepTimer
-from llmb.train.train_oom import advise_on_oom
+from llmb.train.train_oom import oom_message
 
 if TYPE_CHECKING:  # imported where they are used: each takes a second, and most runs on one GPU need neither
     from llmb.train.parallel.pipeline import Pipeline
@@ -97,7 +97,7 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     features = TRAINING_FEATURES if config.precision.dtype != "fp32" else ("triton",)
     recorder.add(run_started(process, fallback_lines(mesh.device, features)))
     record_resume(recorder, checkpoint)
-    with advise_on_oom(mesh.device, config), GpuSampler(recorder, mesh.device):
+    with explain_oom(partial(oom_message, mesh.device, config)), GpuSampler(recorder, mesh.device):
         job, model_parts, optimizer = build_training(job)
         with open_checkpointer(job, folder, model_parts, optimizer, faults) as checkpointer:
             if checkpointer is not None and checkpoint is not None:

@@ -1,7 +1,6 @@
 """Advice on settings to change when a training run is out of memory."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,21 +10,9 @@ from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.runtime.process_memory import is_out_of_memory, peak_bytes, requested_bytes
-from llmb.runtime.run_ending import OutOfMemory
+from llmb.runtime.process_memory import peak_bytes, requested_bytes
 
 MAX_REMEDIES = 3  # named in a message
-
-
-@contextmanager
-def advise_on_oom(device: torch.device, config: RunConfig) -> Iterator[None]:
-    """Turn any out-of-memory error raised inside into OutOfMemory with advice."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise OutOfMemory(oom_message(device, config, error)) from error
-        raise
 
 
 def oom_message(device: torch.device, config: RunConfig, error: Exception) -> str:

@@ -9,15 +9,11 @@ import torch.nn.functional as F
 from cuda_checks import GPU, HOPPER, NEEDS_GPU, no_synchronization, peak_allocated, randn, relative_error
 from small_models import deepseek_model, grok1_model, llama_model, nemotron_h_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
 from llmb.models.architectures import build_model
 from llmb.models.blocks import attention_backends, causal_attention
-from llmb.models.chunked_loss import chunked_cross_entropy
 from llmb.models.moe import MoE, Router
-from llmb.ops.attention.softcap_attention import softcap_attention
-from llmb.ops.moe.grouped_gemm import grouped_gemm, grouped_gemm_reference
 from llmb.ops.moe.permute import permute_tokens_with_input, sort_by_expert, unpermute_tokens
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.precision import compute_in_bf16
@@ -53,11 +49,6 @@ NEMOTRON_H = nemotron_h_model(
     pattern="M-M*-M",
     mamba=MambaConfig(heads=8, head_dim=64, groups=2, state=64, chunk=64),
 )
-GROUPS = {
-    "uneven": [300, 1, 77, 2048, 513],
-    "empty groups": [0, 130, 0, 0, 71, 0],
-    "256 small groups": [n % 7 for n in range(256)],
-}
 
 
 def calls_of(profile: torch.profiler.profile) -> dict[str, int]:
@@ -125,45 +116,6 @@ def test_mla_uses_a_fused_kernel() -> None:
     names = calls_of(profile)
     assert out.shape == (1, 16, 512, 128)
     assert "aten::_scaled_dot_product_attention_math" not in names, sorted(n for n in names if "dot_product" in n)
-
-
-def test_softcap_attention_can_be_recomputed() -> None:
-    qkv = tuple(randn(1, heads, 256, 64, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2)))
-    recomputed = checkpoint(softcap_attention, *qkv, 0.1, 30.0, use_reentrant=False, preserve_rng_state=False)
-    plain = softcap_attention(*qkv, 0.1, 30.0)
-    for a, b in zip(*(torch.autograd.grad(y.sum(), qkv) for y in (recomputed, plain)), strict=True):
-        assert relative_error(a, b) < 1e-3
-
-
-def test_chunked_cross_entropy_in_bf16() -> None:
-    hidden, head = (
-        randn(5000, 256).requires_grad_(),
-        (randn(20000, 256, seed=1, dtype=torch.float32) / 16).requires_grad_(),
-    )
-    labels = torch.arange(5000, device=GPU) * 3
-    exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
-    loss, expected = chunked_cross_entropy(hidden, head, labels), F.cross_entropy(exact[0] @ exact[1].T, labels)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
-    pairs = zip(torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(expected, exact), strict=True)
-    assert all(relative_error(a, b) < 0.02 for a, b in pairs)
-
-
-@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
-def test_grouped_gemm_in_one_kernel(sizes: list[int]) -> None:
-    x, dy = randn(sum(sizes), 512).requires_grad_(), randn(sum(sizes), 264, seed=1)
-    weight = randn(len(sizes), 264, 512, seed=2).float().requires_grad_()
-    ends = torch.tensor(sizes, device=GPU).cumsum(0).int()
-    with profiled() as profile:
-        y = grouped_gemm(x, weight, ends)
-        actual = (y, *torch.autograd.grad(y, (x, weight), dy))
-    assert calls_of(profile)["aten::_grouped_mm"] == 3
-    exact = x.detach().float().requires_grad_()
-    exact_y = grouped_gemm_reference(exact, weight, ends)
-    expected = (exact_y, *torch.autograd.grad(exact_y, (exact, weight), dy.float()))
-    for name, a, b in zip(("y", "grad x", "grad weight"), actual, expected, strict=True):
-        assert relative_error(a, b) < 0.005, name
-    empty = [e for e, size in enumerate(sizes) if size == 0]
-    assert not empty or actual[2][empty].abs().max() == 0
 
 
 def test_unpermute_backward_allocates_the_gradient_of_rows_only() -> None:

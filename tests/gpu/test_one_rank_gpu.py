@@ -1,4 +1,4 @@
-"""One rank alone on a GPU: copies in place of collectives run on its streams and in CUDA graphs."""
+"""Collectives of one rank on a GPU, over NCCL as its own peer or as copies: on its streams, and in CUDA graphs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from training_run import losses_and_norms, run_config, train_to_the_end
 from llmb.config.spec import Machine, Model, MoEConfig, OneRank, Parallel, RunConfig, Training
 from llmb.runtime.local_group import LOCAL
 from llmb.train.cuda_graphs import MicroBatchGraph
-from llmb.train.parallel.mesh import build_mesh
+from llmb.train.parallel.mesh import Mesh, build_mesh
 
 pytestmark = NEEDS_GPU
 
@@ -48,6 +48,18 @@ def steps_of(config: RunConfig, graph: MicroBatchGraph | None) -> list[tuple[flo
     result = losses_and_norms(config, mesh, graph)
     dist.destroy_process_group()
     return result
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_nccl_with_one_rank_changes_no_loss(nccl: None, dtype: str, fsdp: bool, graphs: bool) -> None:
+    config, parallel = run_config(LLAMA, dtype, WORK), Parallel(fsdp=fsdp)
+    expected = losses_and_norms(config, Mesh(0, 1, GPU))
+    mesh = build_mesh(0, GPU, parallel, experts=False)
+    actual = losses_and_norms(replace(config, parallel=parallel), mesh, MicroBatchGraph() if graphs else None)
+    for step, (loss, reference) in enumerate(zip(actual, expected, strict=True), start=1):
+        assert loss == pytest.approx(reference, rel=1e-3 if dtype == "bf16" else 1e-2), step
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

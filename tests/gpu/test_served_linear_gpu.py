@@ -59,26 +59,16 @@ def test_block_scaled_gemm_in_a_graph_has_the_same_bits(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 512])
-@pytest.mark.parametrize("format", FORMATS)
-def test_layer_on_gpu_matches_cpu(format: Format, tokens: int) -> None:
+@pytest.mark.parametrize(("format", "input_scale"), [*((name, None) for name in FORMATS), ("fp8_tensor", 0.05)])
+def test_layer_on_gpu_matches_cpu(format: Format, input_scale: float | None, tokens: int) -> None:
     x, weight = randn(tokens, 1024).bfloat16(), randn(768, 1024, seed=1)
+    scale = None if input_scale is None else torch.tensor(input_scale)
     on_gpu, on_cpu = (
-        build_linear(weight, format=format, dtype=torch.bfloat16),
-        build_linear(weight.cpu(), format=format, dtype=torch.bfloat16),
+        build_linear(w, format=format, dtype=torch.bfloat16, input_scale=scale) for w in (weight, weight.cpu())
     )
     assert on_gpu.bytes == on_cpu.bytes
     actual, expected = (
-        on_gpu(quantize_activation(x, on_gpu.input_format)),
-        on_cpu(quantize_activation(x.cpu(), on_cpu.input_format)),
+        layer(quantize_activation(each, layer.input_format)) for layer, each in ((on_gpu, x), (on_cpu, x.cpu()))
     )
     # fp8 GEMMs use fast accumulation.
     assert relative_error(actual, expected) < (0.02 if format in ("fp8_tensor", "fp8_channel") else 0.005)
-
-
-def test_static_input_scale() -> None:
-    x, weight = randn(16, 256).bfloat16(), randn(64, 256, seed=1)
-    scale = torch.tensor(0.05)
-    on_gpu, on_cpu = (
-        build_linear(w, format="fp8_tensor", dtype=torch.bfloat16, input_scale=scale) for w in (weight, weight.cpu())
-    )
-    assert relative_error(on_gpu(x), on_cpu(x.cpu())) < 0.02

@@ -6,41 +6,23 @@ import pytest
 import torch
 from cuda_checks import GPU, NEEDS_GPU, no_synchronization, randn, relative_error
 from recipe_models import recipe_model
+from step_inputs import step_inputs
 from torch import Tensor
 
 from llmb.models.mamba2 import MambaMixer
 from llmb.serve.layers.served_mamba import ServedMamba
 from llmb.serve.rank_groups import RankGroup
-from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import RandomWeights
 
 pytestmark = NEEDS_GPU
 
 MODEL = recipe_model("pretrain_nemotronh", "8b", layers=1, pattern="M")
 SLOTS = 70
+TOKENS = 1024  # in a block of a KV cache, which this mixer does not read
 
 
 def integers(numbers: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(numbers, dtype=dtype, device=GPU)
-
-
-def step_inputs(slots: list[int], starts: list[int], counts: list[int], decodes: int, padding: int = 0) -> StepInputs:
-    """Inputs of a step as far as this mixer reads them; padding follows decodes, without prefills."""
-    positions = [at for start, count in zip(starts, counts, strict=True) for at in range(start, start + count)]
-    none = torch.empty(0, device=GPU)
-    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-    return StepInputs(
-        positions_N=integers(positions + [0] * padding),
-        slot_mapping_N=none,
-        slots_P=integers(slots + [0] * padding),
-        cu_seqlens_P1=none,
-        seq_lens_P=integers(lengths + [0] * padding, torch.int32),
-        block_table_PM=none,
-        num_decodes=decodes + padding,
-        max_query_len=max(counts),
-        max_seq_len=max(lengths),
-        prefill_chunks=tuple(zip(starts[decodes:], counts[decodes:], strict=True)),
-    )
 
 
 def mixer_of(dtype: torch.dtype) -> ServedMamba:
@@ -76,8 +58,9 @@ def test_mixer_matches_training(dtype: torch.dtype, tolerance: float) -> None:
     outputs: tuple[list[Tensor], list[Tensor]] = ([], [])
     for chunks, decodes in steps:
         x_NC = torch.cat([texts[sequences][start : start + count] for sequences, start, count in chunks]).to(dtype)
-        sequences, starts, counts = (list(x) for x in zip(*chunks, strict=True))
-        inputs = step_inputs([7 - x for x in sequences], starts, counts, decodes)
+        sequences, counts = [x for x, _, _ in chunks], [count for *_, count in chunks]
+        rows = [(7 - x, (0,), start, count) for x, start, count in chunks]
+        inputs = step_inputs(rows, TOKENS, decodes=decodes, device=GPU)
         with no_synchronization():
             out_NC = mixer(x_NC, inputs)
         for x, rows_slice in zip(sequences, out_NC.split(counts), strict=True):
@@ -90,7 +73,7 @@ def test_captured_decode_reads_new_slots_positions_and_padding() -> None:
     """One graph of four rows, replayed with other slots, positions and lengths in the same tensors."""
     mixer, eager = mixer_of(torch.bfloat16), mixer_of(torch.bfloat16)
     x_NC = randn(4, 4096)
-    static_inputs = step_inputs([0, 1, 2], [0, 0, 0], [1, 1, 1], decodes=3, padding=1)
+    static_inputs = step_inputs([(slot, (0,), 0, 1) for slot in range(3)], TOKENS, padding=1, device=GPU)
     mixer(x_NC, static_inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,9 +1,12 @@
 """MLA on a GPU at DeepSeek-V3's widths: the serving mixer, and a replayed CUDA graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cuda_checks import GPU, NEEDS_GPU, randn, relative_error
 from recipe_models import recipe_model
+from step_inputs import step_inputs
 from torch import Tensor
 
 from llmb.models.blocks import rope_table
@@ -12,7 +15,6 @@ from llmb.ops.attention.mla_attention import MlaCache, mla_attention
 from llmb.ops.quant.activation_quant import E4M3, quantize_activation
 from llmb.serve.layers.served_mla import PagedMla
 from llmb.serve.rank_groups import RankGroup
-from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import RandomWeights
 
 pytestmark = NEEDS_GPU
@@ -33,24 +35,11 @@ def mixer_of(format: str, kv_dtype: torch.dtype) -> PagedMla:
 def step(mixer: PagedMla, x_NC: Tensor, start: int, decode: bool = False) -> Tensor:
     """Run the next tokens of one sequence, whose blocks are in reverse order."""
     assert mixer.cache is not None
-    count, blocks = len(x_NC), mixer.cache.latents_BLR.shape[0]
-    positions_N = torch.arange(start, start + count, device=GPU)
-    block_table_PM = torch.arange(blocks - 1, -1, -1, device=GPU, dtype=torch.int32)[None]
-    cos_ND, sin_ND = rope_table(MODEL.rope, ROPE, positions_N)
-    inputs = StepInputs(
-        positions_N=positions_N,
-        slot_mapping_N=block_table_PM[0, positions_N // BLOCK].long() * BLOCK + positions_N % BLOCK,
-        slots_P=torch.zeros(1, dtype=torch.int64, device=GPU),
-        cu_seqlens_P1=integers(0, count),
-        seq_lens_P=integers(start + count),
-        block_table_PM=block_table_PM,
-        num_decodes=int(decode),
-        max_query_len=count,
-        max_seq_len=start + count,
-        prefill_chunks=() if decode else ((start, count),),
-        cos_ND=cos_ND,
-        sin_ND=sin_ND,
-    )
+    blocks = mixer.cache.latents_BLR.shape[0]
+    rows = [(0, range(blocks - 1, -1, -1), start, len(x_NC))]
+    inputs = step_inputs(rows, BLOCK, decodes=int(decode), device=GPU)
+    cos_ND, sin_ND = rope_table(MODEL.rope, ROPE, inputs.positions_N)
+    inputs = replace(inputs, cos_ND=cos_ND, sin_ND=sin_ND)
     return mixer(quantize_activation(x_NC, mixer.input_format), inputs)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from cuda_checks import GPU, NEEDS_GPU
 from small_models import gpt_oss_model, llama_model
+from training_run import run_config
 
-from llmb.config.spec import Inference, Machine, Parallel, Precision, RunConfig
+from llmb.config.spec import Inference, Precision, RunConfig
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import save_weights
 from llmb.runtime.rank_info import RankInfo
@@ -30,16 +31,7 @@ WORK = Inference(
     kv_fraction=0.01,
     num_requests=30,
 )
-CONFIG = RunConfig(
-    name="small",
-    target="t",
-    size="s",
-    machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
-    model=MODEL,
-    parallel=Parallel(),
-    precision=Precision(dtype="bf16"),
-    workload=WORK,
-)
+CONFIG = run_config(MODEL, "bf16", WORK)
 
 
 def generate(config: RunConfig, device: torch.device = GPU, **changes) -> dict[int, tuple[int, ...]]:

@@ -43,15 +43,6 @@ def test_kernels_add_up_to_the_step(tmp_path: Path) -> None:
     assert len(kernels) > 10
 
 
-@pytest.mark.exclusive  # measures time
-def test_profiling_does_not_slow_other_steps(tmp_path: Path) -> None:
-    plain = train_to_the_end(CONFIG, tmp_path / "plain")
-    profile = Profile(profile=True, profile_start=4, profile_stop=5)
-    profiled = train_to_the_end(replace(CONFIG, profile=profile), tmp_path / "profiled")
-    fastest = [min(s.seconds for s in steps[5:]) for steps in (plain, profiled)]
-    assert fastest[1] < 1.3 * fastest[0]
-
-
 def test_resumed_run_continues_where_the_first_ended(tmp_path: Path) -> None:
     config = replace(CONFIG, model=SMALL)
     straight = train_to_the_end(config, tmp_path / "straight")

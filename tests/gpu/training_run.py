@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training, Workload
 from llmb.events import RunEnded, StepDone, read
 from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
@@ -19,7 +19,7 @@ from llmb.train.loop import TrainJob, build_training, train_step
 from llmb.train.parallel.mesh import Mesh
 
 
-def run_config(model: Model, dtype: str, workload: Training) -> RunConfig:
+def run_config(model: Model, dtype: str, workload: Workload) -> RunConfig:
     """Return a configuration for one GPU."""
     return RunConfig(
         name="gpu",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_llama import MODEL
+from small_models import llama_model
 from torch import Tensor
 
 from llmb.errors import ConfigError
@@ -17,6 +17,7 @@ from llmb.offload.buffer_views import layer_weights_view
 from llmb.perfmodel.offload.buffers import ParamBuckets
 
 CPU = torch.device("cpu")
+MODEL = llama_model()
 BF16 = torch.bfloat16
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from hf_parity import assert_near, hf_network
 from mixture_cases import MIXTURE_CASES
-from small_models import GROUPED_MOE, deepseek_model, llama_model, nemotron_h_model
+from small_models import GROUPED_MOE, MLA, deepseek_model, llama_model, nemotron_h_model
 from transformers import PreTrainedModel
 
+from llmb.config.huggingface.hf_config import load_hf_config
 from llmb.config.spec import MambaConfig, Model, RopeConfig
 from llmb.models.architectures import Network, build_model
 from llmb.models.hf_weights import load_weights
@@ -27,6 +28,7 @@ TOLERANCE = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), 1e-4),
 }
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
+MLA_SIZES = SIZES | {"head_dim": MLA.value_dim}
 LLAMAS = [
     llama_model(name="multi-head", kv_heads=4, rope=RopeConfig(theta=10_000.0), **SIZES),
     llama_model(name="grouped", norm_eps=1e-6, **SIZES),
@@ -45,13 +47,13 @@ DEEPSEEKS = [
         layers=3,
         norm_eps=1e-6,
         rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=256, mscale_all_dim=1.0),
-        **SIZES,
+        **MLA_SIZES,
     ),
     deepseek_model(
         name="one-group-two-shared",
         layers=3,
         experts=replace(GROUPED_MOE, groups=1, top_groups=1, shared=2, renormalise=False, scale=1.0, dense_layers=2),
-        **SIZES,
+        **MLA_SIZES,
     ),
     deepseek_model(
         name="yarn-without-mscale-tied",
@@ -59,7 +61,7 @@ DEEPSEEKS = [
         rope=RopeConfig(theta=100.0, scaling="yarn", factor=8.0, original_tokens=64, beta_fast=4.0),
         experts=replace(GROUPED_MOE, dense_layers=0),
         tied_embeddings=True,
-        **SIZES,
+        **MLA_SIZES,
     ),
 ]
 NEMOTRONS = [
@@ -104,7 +106,8 @@ def reference(model: Model) -> PreTrainedModel:
 
 def copy_of(network: PreTrainedModel, model: Model, folder: Path) -> Network:
     """Return our network with the weights of the reference."""
-    network.save_pretrained(folder)
+    network.save_pretrained(folder, max_shard_size="20KB")
+    assert replace(load_hf_config(folder), name=model.name) == model
     copy = build_model(model)
     load_weights(copy, folder)
     return copy

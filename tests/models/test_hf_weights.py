@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_parity import hf_network
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import (
@@ -29,7 +28,7 @@ from small_models import (
 )
 
 from llmb.config.huggingface.dense_models import DENSE_MODELS
-from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, load_hf_config
+from llmb.config.huggingface.hf_config import HF_ARCHITECTURES
 from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, build_model
@@ -71,12 +70,6 @@ def randomize(network: torch.nn.Module) -> None:
                 tensor.copy_(torch.randn_like(tensor) * 0.15 + (tensor.ndim == 1))
 
 
-def reference(model: Model) -> Any:
-    network = hf_network(model)
-    randomize(network)
-    return network
-
-
 def network_of(model: Model) -> Any:
     network = build_model(model)
     network.init_weights(1)
@@ -96,18 +89,6 @@ def test_every_architecture_is_tested() -> None:
     others = set(DENSE_MODELS) - {"llama"}  # tests/serve/test_dense_models.py
     assert {model.architecture for model in MODELS} == set(HF_ARCHITECTURES) - others
     assert {model.architecture for model in [*MODELS, GROK]} == set(ARCHITECTURES) - others
-
-
-@pytest.mark.parametrize("shard", ["1GB", "20KB"])
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_load_weights_saved_by_transformers(model: Model, shard: str, tmp_path: Path) -> None:
-    hf_output, folder = reference(model), tmp_path / model.name
-    hf_output.save_pretrained(folder, max_shard_size=shard)
-    assert (folder / "model.safetensors.index.json").exists() == (shard == "20KB")
-    assert load_hf_config(folder) == model
-    result = build_model(load_hf_config(folder))
-    load_weights(result, folder)
-    assert_same_logits(result, hf_output)
 
 
 @pytest.mark.parametrize("shard", [5e9, 20_000])

@@ -61,21 +61,6 @@ def test_every_bit_pattern_survives(tmp_path: Path) -> None:
     assert bits(load(latest_checkpoint(tmp_path), 0)) == bits(bucket)
 
 
-def test_two_checkpoints_are_retained_and_partial_ones_ignored(tmp_path: Path) -> None:
-    for step in (2, 4, 6):
-        save(tmp_path, step, [(0, unit_of("nearest", step))], FACTS)
-    half = tmp_path / "checkpoints" / "step_8.partial"
-    half.mkdir()
-    (half / "unit_0000.safetensors").write_text("half")
-    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step_4", "step_6"]
-    save(tmp_path, 8, [(1, unit_of("nearest", 8))], FACTS)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_6", "step_8"]
-    assert sorted(path.name for path in latest_checkpoint(tmp_path).iterdir()) == [
-        "checkpoint.json",
-        "unit_0001.safetensors",
-    ]
-
-
 @pytest.mark.slow
 def test_complete_checkpoint_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
     moments = random.Random(5)

@@ -76,12 +76,6 @@ def test_unpacked_batch_is_that_of_ordinary_training(tmp_path: Path, from_file: 
     assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for group in groups for tensor in group[:3])
 
 
-def test_chunks_of_a_long_sequence_attend_to_all_before_them() -> None:
-    plan = plan_of(seqlen=50, gbs=2, chunk=16)
-    for group in ChunkedBatches(MODEL, plan, 1, None, False, CPU).step(1):
-        assert group.segments == (((0, 16, 0, 0),), ((0, 16, 0, 16),), ((0, 16, 0, 32),), ((0, 2, 0, 48),))
-
-
 def test_packed_documents_by_hand(tmp_path: Path) -> None:
     text = [1, 2, 3, END, 4, END, END, 5, 6, 8, 9, 10, 11]  # its last text is not closed
     plan = plan_of(seqlen=8, gbs=2, chunk=5)

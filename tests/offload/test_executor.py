@@ -6,14 +6,12 @@ from itertools import pairwise
 from weakref import ref
 
 import pytest
-from reference_training import CPU, LEAST, TIED, UNTIED, trained, trainer_of
+from reference_training import CPU, LEAST, UNTIED, trained, trainer_of
 from shuffled_streams import ShuffledStreams
 
-from llmb.offload.bucket_params import param_slices
 from llmb.offload.cuda_streams import SerialStreams, create_streams
 from llmb.offload.executor import Executor
 from llmb.offload.step_programs import ProgramCache, StepRequest
-from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.program import BEFORE_ALL, Program
 from llmb.perfmodel.offload.step_tasks import step_start, step_tasks
 from llmb.perfmodel.offload.stream_timeline import STREAMS
@@ -74,16 +72,6 @@ def test_cpu_streams_execute_at_once() -> None:
     event = streams.record_event("compute")
     assert done == list(STREAMS)
     assert event.is_done()
-
-
-def test_every_row_of_a_bucket_has_one_name() -> None:
-    for model in (UNTIED, TIED):
-        num_rows = Counter()
-        for bucket in range(ParamBuckets(model).count):
-            shapes = ParamBuckets(model).tensors(bucket)
-            for param in param_slices(model, bucket):
-                num_rows[param.tensor, bucket] += len(range(shapes[param.tensor][0])[param.rows])
-            assert all(num_rows[number, bucket] == shape[0] for number, shape in enumerate(shapes))
 
 
 @pytest.mark.parametrize("update_at", ["forward", "backward"])

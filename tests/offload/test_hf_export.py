@@ -23,9 +23,7 @@ from llmb.models.hf_weights import load_weights
 from llmb.offload.bucket_params import param_slices
 from llmb.offload.buffer_views import bucket_tensors
 from llmb.offload.hf_export import export
-from llmb.offload.offload_checkpoint import load, save
 from llmb.perfmodel.offload.buffers import ParamBuckets, padded_numel
-from llmb.runtime.checkpoint_folder import latest_checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -93,17 +91,6 @@ def test_export_keeps_the_dtype_and_omits_a_tied_head(tmp_path: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert reference.dtype == torch.bfloat16
     assert torch.equal(reference.lm_head.weight, network.embedding.weight.bfloat16())
-
-
-def test_a_checkpoint_can_be_exported(tmp_path: Path) -> None:
-    model = MODELS[1]
-    network = network_of(model)
-    save(tmp_path, 5, units_of(network, torch.float32), {})
-    path = latest_checkpoint(tmp_path)
-    export(tmp_path / "out", model, ((bucket, load(path, bucket)) for bucket in range(ParamBuckets(model).count)))
-    result = build_model(model)
-    load_weights(result, tmp_path / "out")
-    assert all(torch.equal(result.get_parameter(name), item) for name, item in network.named_parameters())
 
 
 OTHERS = [model for model in (*DENSE_CASES, *MIXTURE_CASES) if model.attn_logit_softcap is None]

@@ -1,6 +1,7 @@
 """The proof: out-of-core training has the losses, gradient norms and weights of ordinary training, whatever the plan.
 
-Small models and absurdly small budgets force every path. All memory begins as NaN, and each plan is followed twice: in
+Small models and absurdly small budgets force every path: of layers with explicit backward, and of those that autograd
+computes, with biases, norms, windows, sinks or experts. All memory begins as NaN, and each plan is followed twice: in
 the order in which it is issued, and in odd orders that keep only what the program declares.
 """
 
@@ -19,6 +20,7 @@ from reference_training import (
     TIED,
     UNTIED,
     assert_trains_as_reference,
+    least_plan,
     train_reference,
     trained,
     trainer_of,
@@ -27,20 +29,29 @@ from reference_training import (
 from shuffled_streams import ShuffledStreams
 
 from llmb.config.llama_layer_shapes import has_llama_layers, has_plain_layers
-from llmb.config.offload_plan import UPDATES
-from llmb.config.spec import Model
+from llmb.config.native.outofcore_support import check_outofcore_model
+from llmb.config.offload_plan import UPDATES, Plan
+from llmb.config.spec import Model, RopeConfig
+from llmb.errors import ConfigError
+from llmb.models.architectures import build_model
 from llmb.models.llama import Llama
-from llmb.perfmodel.offload.buffers import ParamBuckets
+from llmb.perfmodel.offload.layer_params import layer_param_shapes
 from llmb.runtime.adamw_settings import EPS
 
 STEPS = 3
 
 
-def has_vectors(model: Model) -> bool:
-    """Return whether layers have explicit backward and biases or norms of heads."""
-    return has_llama_layers(model) and not has_plain_layers(model)
+def is_computed(model: Model) -> bool:
+    """Return what the table of docs/models.md says."""
+    try:
+        check_outofcore_model(model, "bf16")
+    except ConfigError:
+        return False
+    return True
 
 
+COMPUTED = [model for model in TABLE_MODELS if is_computed(model) and not has_plain_layers(model)]
+BY_AUTOGRAD = [model for model in COMPUTED if not has_llama_layers(model)]
 # Least buffers unless it says otherwise: five layers' worth of everything moves through one or two.
 PLANS = {
     "everything kept": LEAST,
@@ -87,57 +98,89 @@ def test_every_path_matches_ordinary_training(plan: str, streams: str) -> None:
     assert_trains_as_reference(UNTIED, PLANS[plan], STEPS, None, STREAMS[streams]())
 
 
-@pytest.mark.parametrize("update_at", ["forward", "backward"])
-def test_tied_embeddings(update_at: str) -> None:
-    plan = replace(LEAST, update_at=update_at, gbs=3, chunk_tokens=6, levels="FAIFAI")
-    assert_trains_as_reference(TIED, plan, STEPS, None, ShuffledStreams(5))
-
-
-@pytest.mark.parametrize("plan", ["levels mixed over layers and chunks", "chunks with a short last one", "input kept"])
-def test_sliding_windows_and_layers_without_rope(plan: str) -> None:
-    model = replace(UNTIED, name="windows", attention_pattern="SFN", window=3, attention_scale=0.5)
-    assert_trains_as_reference(model, PLANS[plan], STEPS, None, ShuffledStreams(5))
-
-
-QWEN3 = replace(UNTIED, name="norms", architecture="qwen3", qk_norm="head")
+WINDOWS = replace(UNTIED, name="windows", attention_pattern="SFN", window=3, attention_scale=0.5)
+QWEN3 = replace(UNTIED, name="norms of heads", architecture="qwen3", qk_norm="head")
 QWEN3_BIAS = replace(QWEN3, name="norms-and-biases", qkv_bias=True)
-WITH_VECTORS = {
-    "biases": replace(UNTIED, name="biases", architecture="qwen2", qkv_bias=True),
-    "norms of heads": QWEN3,
-    "both, with windows and without RoPE": replace(QWEN3_BIAS, attention_pattern="SFN", window=3),
-}
-
-
-@pytest.mark.parametrize(
-    "plan", ["levels mixed over layers and chunks", "rounds, the last one short", "everything resident"]
+WITH_VECTORS = (
+    replace(UNTIED, name="biases", architecture="qwen2", qkv_bias=True),
+    QWEN3,
+    replace(QWEN3_BIAS, name="both, with windows and without RoPE", attention_pattern="SFN", window=3),
 )
-@pytest.mark.parametrize("model", WITH_VECTORS)
-def test_biases_and_norms_of_heads(model: str, plan: str) -> None:
-    assert_trains_as_reference(WITH_VECTORS[model], PLANS[plan], STEPS, None, ShuffledStreams(5))
+# So narrow that gradients do not fit into the memory of gate and up; as many KV heads as heads; scaled RoPE.
+NARROW = replace(UNTIED, name="narrow", ffn=16)
+FULL_HEADS = replace(UNTIED, name="full heads", kv_heads=4)
+SCALED_ROPE = replace(UNTIED, name="scaled RoPE", rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=16))
+SCALED = replace(TIED, name="scaled embeddings", embedding_scale=5.0)
+VOCABULARY = replace(UNTIED, name="many vocabulary shards", vocab=1000)
+POST_NORMS = replace(UNTIED, name="post-norms", architecture="gemma3", qk_norm="head", post_norms=True)
+CASES: list[tuple[Model, Plan | str, float | None]] = [
+    *((TIED, replace(PLANS["the same over rounds"], update_at=at), None) for at in ("forward", "backward")),
+    *((UNTIED, replace(LEAST, update_at="forward", gbs=3), clip) for clip in (0.5, 100.0)),
+    *(
+        (WINDOWS, plan, None)
+        for plan in ("levels mixed over layers and chunks", "chunks with a short last one", "input kept")
+    ),
+    *(
+        (model, plan, None)
+        for model in WITH_VECTORS
+        for plan in ("levels mixed over layers and chunks", "rounds, the last one short", "everything resident")
+    ),
+    *((model, least_plan(model), None) for model in (SCALED, NARROW, FULL_HEADS, SCALED_ROPE)),
+    (VOCABULARY, least_plan(VOCABULARY), None),
+    (POST_NORMS, replace(least_plan(POST_NORMS), update_at="forward"), 0.5),
+    (
+        POST_NORMS,
+        replace(least_plan(POST_NORMS), seqs_per_group=3, chunk_tokens=30, gbs=7, levels="IAIAAI"),
+        None,
+    ),
+    (
+        POST_NORMS,
+        replace(
+            least_plan(POST_NORMS), resident_params=7, resident_grads=7, resident_states=7, param_blocks=0,
+            grad_blocks=0, state_blocks=0, inp_slots=24, kv_slots=6, attn_slots=18, levels="A" * 18,
+        ),
+        None,
+    ),
+]  # fmt: skip
 
 
-def test_recomputation_with_biases_and_norms_gives_the_same_bits() -> None:
-    """In bf16: whatever is saved of a chunk, queries and keys have the same values before and after their norms."""
-    plans = [replace(LEAST, dtype="bf16", chunk_tokens=4, levels=9 * level) for level in "FAI"]
+@pytest.mark.parametrize(("model", "plan", "clip"), CASES, ids=lambda value: getattr(value, "name", ""))
+def test_other_models_match_ordinary_training(model: Model, plan: Plan | str, clip: float | None) -> None:
+    plan = PLANS[plan] if isinstance(plan, str) else plan
+    assert_trains_as_reference(model, plan, STEPS, clip, ShuffledStreams(5))
+
+
+@pytest.mark.parametrize("model", COMPUTED, ids=lambda model: f"{model.architecture}-{model.name}")
+def test_every_variant_matches_ordinary_training(model: Model) -> None:
+    assert_trains_as_reference(model, least_plan(model), 2, streams=ShuffledStreams(5))
+
+
+def test_every_architecture_that_is_not_refused_is_compared() -> None:
+    architectures = {model.architecture for model in BY_AUTOGRAD}
+    assert architectures == {"llama", "olmo2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"}
+
+
+@pytest.mark.parametrize("model", BY_AUTOGRAD, ids=lambda model: f"{model.architecture}-{model.name}")
+def test_named_parameters_are_those_of_the_network(model: Model) -> None:
+    with torch.device("meta"):
+        layer = build_model(model).layers[-1]
+    assert layer_param_shapes(model) == {
+        name: tuple(dict(layer.named_parameters())[name].shape) for name in layer_param_shapes(model)
+    }
+    assert len(layer_param_shapes(model)) == len(list(layer.parameters()))
+    ranks = [len(shape) > 1 for shape in layer_param_shapes(model).values()]
+    assert ranks == sorted(ranks, reverse=True)  # those with weight decay first
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_recomputation_with_biases_and_norms_gives_the_same_bits(dtype: str) -> None:
+    """Whatever is saved of a chunk, queries and keys have the same values before and after their norms."""
+    plans = [replace(LEAST, dtype=dtype, chunk_tokens=4, levels=9 * level) for level in "FAI"]
     trainers = [trainer_of(QWEN3_BIAS, plan) for plan in plans]
     losses = [trained(trainer, 2) for trainer in trainers]
     assert losses[1] == losses[2] == losses[0]
     saved, *recomputed = (weights_in(trainer) for trainer in trainers)
     assert all(torch.equal(weights[name], saved[name]) for weights in recomputed for name in saved)
-
-
-@pytest.mark.parametrize("model", [model for model in TABLE_MODELS if has_vectors(model)], ids=lambda model: model.name)
-def test_published_variants_with_biases_and_norms(model: Model) -> None:
-    shards = ParamBuckets(model).vocab_shards
-    plan = replace(LEAST, param_blocks=shards, grad_blocks=shards, chunk_tokens=4, levels="FAIIAF" * model.layers)
-    assert_trains_as_reference(
-        model, replace(plan, levels=plan.levels[: 3 * model.layers]), STEPS, None, ShuffledStreams(5)
-    )
-
-
-@pytest.mark.parametrize("clip", [0.5, 100.0])
-def test_gradients_are_clipped_to_a_norm(clip: float) -> None:
-    assert_trains_as_reference(UNTIED, replace(LEAST, update_at="forward", gbs=3), STEPS, clip, ShuffledStreams(7))
 
 
 @pytest.mark.slow
@@ -160,20 +203,13 @@ def test_updates_match_with_the_default_eps(monkeypatch: pytest.MonkeyPatch) -> 
     assert (apart < 1e-6).float().mean() > 0.999
 
 
-def test_many_vocabulary_shards() -> None:
-    model = replace(UNTIED, vocab=1000)
-    parts = ParamBuckets(model).vocab_shards
-    assert parts > 3
-    plan = replace(LEAST, param_blocks=parts, grad_blocks=parts)
-    assert_trains_as_reference(model, plan, STEPS, None, ShuffledStreams(9))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES)
-def test_bf16_follows_fp32(update: str) -> None:
-    plan = replace(LEAST, update_at="forward", gbs=4, levels="FAI")
-    losses, norms, _ = train_reference(UNTIED, plan, 6, None)
-    actual = trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update=update), None, ShuffledStreams(2)), 6)
+@pytest.mark.parametrize(("model", "levels"), [(UNTIED, "FAI"), (POST_NORMS, "AIA")])
+def test_bf16_follows_fp32(model: Model, levels: str, update: str) -> None:
+    plan = replace(LEAST, update_at="forward", gbs=4, levels=levels)
+    losses, norms, _ = train_reference(model, plan, 6, None)
+    actual = trained(trainer_of(model, replace(plan, dtype="bf16", update=update), None, ShuffledStreams(2)), 6)
     assert actual[0] == pytest.approx(losses, rel=0.01)
     assert actual[1] == pytest.approx(norms, rel=0.05)
 
@@ -218,3 +254,16 @@ def test_step_with_non_finite_gradients_changes_nothing(update_at: str, clip: fl
     assert not all(map(torch.isfinite, torch.tensor([*loss, *norm])))
     after = weights_in(trainer)
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "message"),
+    [
+        (replace(UNTIED, attn_logit_softcap=30.0), "bf16", "does not compute attn_logit_softcap=30.0 of small"),
+        (replace(UNTIED, logit_softcap=30.0), "bf16", "does not compute logit_softcap=30.0"),
+        (POST_NORMS, "fp8", "in fp8: .* post_norms of post-norms must be False, got True; use dtype=bf16"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_name(model: Model, dtype: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_outofcore_model(model, dtype)

@@ -1,4 +1,4 @@
-"""Algorithm trial with a clock that the candidates themselves advance; on a GPU: tests/gpu/test_matmul_gpu.py."""
+"""Algorithm trial with a clock that the candidates themselves advance; on a GPU: tests/ops/test_matmul.py."""
 
 from collections import defaultdict
 

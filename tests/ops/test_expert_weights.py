@@ -1,5 +1,7 @@
 """Expert weights, quantized matrix by matrix: dequantization is as exact as the format allows."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -40,24 +42,24 @@ def test_per_tensor_scale() -> None:
     assert (weights.values.float().abs().amax(dim=(1, 2)) == torch.finfo(E4M3).max).all()
 
 
-def test_nvfp4_matrices_have_separate_scales() -> None:
-    gate, up = (size * torch.randn(24, 32, generator=torch.Generator().manual_seed(2)) for size in (1.0, 30.0))
-    weights = empty_expert_weights((3, 48, 32), "nvfp4", FP32, CPU)
-    fill_expert_rows(weights, 2, 0, gate)
-    fill_expert_rows(weights, 2, 24, up)
-    assert (weights.inputs, weights.quant_format) == (32, "plain")
-    assert torch.equal(
-        dequantize_expert(weights, 2), torch.cat([dequantize_nvfp4(quantize_nvfp4(matrix)) for matrix in (gate, up)])
-    )
+def nvfp4(*matrices: torch.Tensor) -> torch.Tensor:
+    """Every matrix has a scale of its own."""
+    return torch.cat([dequantize_nvfp4(quantize_nvfp4(matrix)) for matrix in matrices])
 
 
-def test_mxfp4_matrices_are_packed_side_by_side() -> None:
+def mxfp4(*matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices are packed side by side."""
+    return dequantize_mxfp4(quantize_mxfp4(torch.cat(matrices)))
+
+
+@pytest.mark.parametrize("dequantized", [nvfp4, mxfp4])
+def test_fp4_matrices_of_an_expert(dequantized: Callable[..., torch.Tensor]) -> None:
     gate, up = (size * torch.randn(24, 64, generator=torch.Generator().manual_seed(2)) for size in (1.0, 30.0))
-    weights = empty_expert_weights((3, 48, 64), "mxfp4", FP32, CPU)
+    weights = empty_expert_weights((3, 48, 64), dequantized.__name__, FP32, CPU)  # type: ignore[arg-type]
     fill_expert_rows(weights, 2, 0, gate)
     fill_expert_rows(weights, 2, 24, up)
     assert (weights.inputs, weights.quant_format) == (64, "plain")
-    assert torch.equal(dequantize_expert(weights, 2), dequantize_mxfp4(quantize_mxfp4(torch.cat((gate, up)))))
+    assert torch.equal(dequantize_expert(weights, 2), dequantized(gate, up))
 
 
 def test_unquantized_weights_are_exact() -> None:

@@ -1,6 +1,7 @@
-"""fp8 linear layers: the emulation has the numbers of the plain reference, and the error is that of the dtypes."""
+"""fp8 linear layers, emulated on a CPU: the numbers of the plain reference, and the error of the dtypes."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -12,49 +13,81 @@ from llmb.ops.quant.activation_quant import E4M3, MIN_AMAX
 from llmb.ops.quant.delayed_scaling import MARGIN, CurrentScaling, DelayedScaling, Scaling
 from llmb.ops.quant.fp8_quant import E5M2, cast_to_fp8, tensor_scale
 
+CPU = torch.device("cpu")
 NAMES = OperandNames("x", "weight", "dy")
-CURRENT = CurrentScaling(NAMES.dtypes, torch.device("cpu"))
+CURRENT = CurrentScaling(NAMES.dtypes, CPU)
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="no GPU of compute capability 8.9")
 SHAPES = [(16, 16, 16), (64, 32, 48), (128, 256, 64), (48, 512, 1024)]  # tokens, inputs, outputs
+LAYERS_OF_8B = [  # q and o, k and v, up, down
+    pytest.param((2048, *sizes), marks=[pytest.mark.gpu, needs_fp8])
+    for sizes in ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096))
+]
 # Half a step between neighbours, relative to the number: 2^-4 with 3 mantissa bits, 2^-3 with 2.
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 
 
-def operands(tokens: int, inputs: int, outputs: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+def operands(
+    tokens: int, inputs: int, outputs: int, dtype: torch.dtype = torch.bfloat16, device: torch.device = CPU
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(tokens + inputs)
-    x = torch.randn(tokens, inputs, generator=generator).to(dtype).requires_grad_()
-    weight = (torch.randn(outputs, inputs, generator=generator) * 0.02).requires_grad_()
-    grad = (torch.randn(tokens, outputs, generator=generator) * 1e-6).to(dtype)
+    x = torch.randn(tokens, inputs, generator=generator).to(device, dtype).requires_grad_()
+    weight = (torch.randn(outputs, inputs, generator=generator) * 0.02).to(device).requires_grad_()
+    grad = (torch.randn(tokens, outputs, generator=generator) * 1e-6).to(device, dtype)
     return x, weight, grad
 
 
-def delayed() -> DelayedScaling:
-    return DelayedScaling(NAMES.dtypes, torch.device("cpu"))
+def delayed(device: torch.device = CPU) -> DelayedScaling:
+    return DelayedScaling(NAMES.dtypes, device)
 
 
-def results(x: Tensor, weight: Tensor, grad: Tensor, scaling: Scaling = CURRENT) -> tuple[Tensor, Tensor, Tensor]:
-    out = fp8_linear(x, weight, scaling, NAMES)
+def results(x: Tensor, weight: Tensor, grad: Tensor, scaling: Scaling | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    out = fp8_linear(x, weight, scaling or CurrentScaling(NAMES.dtypes, x.device), NAMES)
     return out, *torch.autograd.grad(out, (x, weight), grad)
+
+
+def assert_reference(actual: tuple[Tensor, ...], x: Tensor, weight: Tensor, grad: Tensor, *scales: object) -> None:
+    expected = fp8_linear_reference(x.detach(), weight.detach(), grad, *scales)
+    near = (0.02, 0.005, 0.005)  # fast accumulation in the forward pass of a GPU
+    for name, a, b, bound in zip(("out", "grad of x", "grad of weight"), actual, expected, near, strict=True):
+        if a.is_cuda:
+            assert relative_error(a, b) < bound, name
+        else:
+            # Operands in another layout may be summed in another order, which BLAS chooses by machine and threads.
+            assert torch.equal(a, b) or (a.dtype == torch.float32 and relative_error(a, b) < 1e-7), name
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_emulation_equals_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight, grad = operands(*shape, dtype=dtype)
-    actual, expected = results(x, weight, grad), fp8_linear_reference(x.detach(), weight.detach(), grad)
+    actual = results(x, weight, grad)
     assert [x.dtype for x in actual] == [dtype, dtype, torch.float32]
-    for name, a, b in zip(("out", "grad of x", "grad of weight"), actual, expected, strict=True):
-        # Operands in another layout may be summed in another order, which BLAS chooses by machine and threads.
-        assert torch.equal(a, b) or (a.dtype == torch.float32 and relative_error(a, b) < 1e-7), name
+    assert_reference(actual, x, weight, grad)
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
-def test_error_is_that_of_rounded_operands(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES[1:], *LAYERS_OF_8B], ids=str)
+def test_error_is_that_of_rounded_operands(shape: tuple[int, int, int], device: torch.device) -> None:
     """Two operands, each off by at most half a step, uniformly: a third of its square each, independent."""
-    x, weight, grad = operands(*shape)
+    x, weight, grad = operands(*shape, device=device)
     exact = (x.float() @ weight.T, grad.float() @ weight, grad.float().T @ x.float())
     bounds = [math.hypot(HALF_STEP[a], HALF_STEP[b]) for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3))]
-    for actual, expected, bound in zip(results(x, weight, grad), exact, bounds, strict=True):
-        assert 0.002 < relative_error(actual, expected) < bound / math.sqrt(3)
+    actual = results(x, weight, grad)
+    for tensor, expected, bound in zip(actual, exact, bounds, strict=True):
+        assert 0.005 < relative_error(tensor, expected) < bound / math.sqrt(3)
+    assert_reference(actual, x, weight, grad)
+
+
+@pytest.mark.gpu
+@needs_fp8
+def test_all_three_gemms_use_fp8_kernels(device: torch.device) -> None:
+    tensors = operands(2048, 2048, 3072, device=device)
+    results(*tensors)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        results(*tensors)
+    calls = Counter({event.key: event.count for event in profile.key_averages()})
+    assert calls["llmb::matmul"] == 3
+    assert calls["aten::mm"] == calls["aten::linear"] == 0
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -73,18 +106,6 @@ def test_each_value_is_off_by_half_a_step_at_most(dtype: torch.dtype, magnitude:
     assert ((dequantized - x.double()).abs() <= allowed).all()
 
 
-def test_zeros_stay_zeros() -> None:
-    x, weight, grad = operands(32, 32, 32)
-    for zeroed in (x, weight, grad):
-        before = zeroed.detach().clone()
-        zeroed.data.zero_()
-        outputs = results(x, weight, grad)
-        assert all(torch.isfinite(x).all() for x in outputs)
-        if zeroed is not grad:
-            assert (outputs[0] == 0).all()
-        zeroed.data.copy_(before)
-
-
 @pytest.mark.parametrize("factor", [1e-25, 1e-12, 1e12, 1e25])
 def test_result_is_invariant_to_magnitude(factor: float) -> None:
     """The nearest power of two passes through the scales exactly."""
@@ -99,8 +120,8 @@ def test_result_is_invariant_to_magnitude(factor: float) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["x", "weight", "grad"])
-def test_nonfinite_values_become_nan(value: float, where: str) -> None:
-    named = dict(zip(("x", "weight", "grad"), operands(32, 32, 32), strict=True))
+def test_nonfinite_values_become_nan(value: float, where: str, device: torch.device) -> None:
+    named = dict(zip(("x", "weight", "grad"), operands(64, 128, 64, device=device), strict=True))
     named[where].data[3, 5] = value
     out, grad_x, grad_weight = results(**named)
     touched = {"x": (out, grad_weight), "weight": (out, grad_x), "grad": (grad_x, grad_weight)}[where]
@@ -139,18 +160,15 @@ def test_sequences_are_flattened() -> None:
     assert torch.equal(folded, fp8_linear(x, weight, CURRENT, NAMES).view(4, 16, 16))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_delayed_scaling_takes_the_scales_of_earlier_steps(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, LAYERS_OF_8B[1]], ids=str)
+def test_delayed_scaling_takes_the_scales_of_earlier_steps(shape: tuple[int, int, int], device: torch.device) -> None:
     """In the first step a tensor has its own scale, with a margin; later ones clamp what has grown beyond it."""
-    scaling, amaxes = delayed(), []
+    scaling, amaxes = delayed(device), []
     for factor in (1.0, 4.0, 0.5):
-        x, weight, grad = operands(*shape)
+        x, weight, grad = operands(*shape, device=device)
         x, grad = (x.detach() * factor).requires_grad_(), grad * factor
         amaxes.append([t.detach().to(torch.bfloat16).abs().max().float() for t in (x, weight, grad)])
         history = torch.tensor(amaxes if len(amaxes) == 1 else amaxes[:-1]).amax(0)
-        scales = tuple(history * (MARGIN / torch.tensor([448.0, 448.0, 57344.0])))
-        actual = results(x, weight, grad, scaling)
-        expected = fp8_linear_reference(x.detach(), weight.detach(), grad, scales)
-        for name, a, b in zip(("out", "grad of x", "grad of weight"), actual, expected, strict=True):
-            assert torch.equal(a, b) or (a.dtype == torch.float32 and relative_error(a, b) < 1e-7), name
+        scales = tuple((history * (MARGIN / torch.tensor([448.0, 448.0, 57344.0]))).to(device))
+        assert_reference(results(x, weight, grad, scaling), x, weight, grad, scales)
         scaling.update()

@@ -12,6 +12,8 @@ SIZES = {
     "empty groups": [0, 13, 0, 0, 7, 0],
     "all in the last group": [0, 0, 20],
     "one group": [20],
+    "many rows": [300, 1, 77, 2048, 513],
+    "256 small groups": [n % 7 for n in range(256)],
 }
 
 
@@ -19,15 +21,17 @@ def ends_of(sizes: list[int]) -> torch.Tensor:
     return torch.tensor(sizes).cumsum(0).int()
 
 
-def actual_and_expected(sizes: list[int], dtype: torch.dtype, inputs: int, outputs: int) -> tuple[list, list]:
+def actual_and_expected(
+    sizes: list[int], dtype: torch.dtype, inputs: int, outputs: int, device: torch.device
+) -> tuple[list, list]:
     """Return output and gradients of x and weight, in the dtype and by a loop in fp32 on the same numbers."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(sum(sizes), inputs, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(len(sizes), outputs, inputs, generator=generator).to(dtype).float().requires_grad_()
-    grad = torch.randn(sum(sizes), outputs, generator=generator).to(dtype)
-    out = grouped_gemm(x, weight, ends_of(sizes))
+    generator, ends = torch.Generator().manual_seed(1), ends_of(sizes).to(device)
+    x = torch.randn(sum(sizes), inputs, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(len(sizes), outputs, inputs, generator=generator).to(device, dtype).float().requires_grad_()
+    grad = torch.randn(sum(sizes), outputs, generator=generator).to(device, dtype)
+    out = grouped_gemm(x, weight, ends)
     x_fp32 = x.detach().float().requires_grad_()
-    expected_out = grouped_gemm_reference(x_fp32, weight, ends_of(sizes))
+    expected_out = grouped_gemm_reference(x_fp32, weight, ends)
     actual = [out, *torch.autograd.grad(out, (x, weight), grad)]
     return actual, [expected_out, *torch.autograd.grad(expected_out, (x_fp32, weight), grad.float())]
 
@@ -36,9 +40,9 @@ def actual_and_expected(sizes: list[int], dtype: torch.dtype, inputs: int, outpu
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 24), (13, 5)], ids=["aligned", "odd"])
 def test_results_match_a_loop_and_are_rounded_once(
-    sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype, rtol: float, atol: float
+    sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype, rtol: float, atol: float, device: torch.device
 ) -> None:
-    results, expected = actual_and_expected(sizes, dtype, inputs, outputs)
+    results, expected = actual_and_expected(sizes, dtype, inputs, outputs, device)
     assert [actual.dtype for actual in results] == [dtype, dtype, torch.float32]  # the last as the master weight
     for actual, exact in zip(results, expected, strict=True):
         torch.testing.assert_close(actual.float(), exact, rtol=rtol, atol=atol)
@@ -48,7 +52,9 @@ def test_results_match_a_loop_and_are_rounded_once(
 @pytest.mark.parametrize(
     ("dtype", "inputs", "gemms"), [(torch.bfloat16, 16, 3), (torch.bfloat16, 13, 0), (torch.float32, 16, 0)]
 )
-def test_which_gemms_use_grouped_mm(monkeypatch, dtype: torch.dtype, inputs: int, gemms: int) -> None:
+def test_which_gemms_use_grouped_mm(
+    monkeypatch, dtype: torch.dtype, inputs: int, gemms: int, device: torch.device
+) -> None:
     calls = []
 
     def counted(*arguments, **options):
@@ -56,7 +62,7 @@ def test_which_gemms_use_grouped_mm(monkeypatch, dtype: torch.dtype, inputs: int
         return F.grouped_mm(*arguments, **options)
 
     monkeypatch.setattr(grouped_gemm_module, "F", type("Counted", (), {"grouped_mm": staticmethod(counted)}))
-    actual_and_expected([5, 15], dtype, inputs, 8)
+    actual_and_expected([5, 15], dtype, inputs, 8, device)
     assert len(calls) == gemms
 
 

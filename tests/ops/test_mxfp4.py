@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_nvfp4 import nearest
 
-from llmb.ops.quant.e2m1 import MAGNITUDES
 from llmb.ops.quant.mxfp4 import Mxfp4, dequantize_mxfp4, quantize_mxfp4
 
 
@@ -21,11 +21,6 @@ def quantized_by_definition(values: list[float]) -> tuple[int, list[float]]:
     """Quantize one group: the shared exponent is floor(log2(amax)) - 2, values are rounded to nearest even."""
     amax = max(abs(value) for value in values)
     exponent = math.floor(math.log2(amax)) - 2
-
-    def nearest(x: float) -> float:
-        code = min(range(8), key=lambda number: (abs(abs(x) - MAGNITUDES[number]), number % 2))
-        return math.copysign(MAGNITUDES[code], x)
-
     return exponent + 127, [nearest(value / 2.0**exponent) * 2.0**exponent for value in values]
 
 

@@ -36,13 +36,6 @@ def test_sort_by_expert_is_stable(
     assert ends.tolist() == topk_ids.flatten().bincount(minlength=experts).cumsum(0).tolist()
 
 
-@pytest.mark.parametrize("expert", [0, 3])
-def test_sort_with_all_tokens_routed_to_one_expert(device: torch.device, expert: int) -> None:
-    row_map, ends = sort_by_expert(torch.full((150, 2), expert, device=device), 4)
-    assert torch.equal(row_map.cpu(), torch.arange(300, dtype=torch.int32).view(150, 2))
-    assert ends.tolist() == [0] * expert + [300] * (4 - expert)
-
-
 def test_gradients_of_permuted_rows_and_of_the_input_are_added(device: torch.device) -> None:
     row_map, x = row_map_of(37, 8, 16, device), randn(37, 96, device=device).requires_grad_()
     drows, d_input = randn(296, 96, seed=1, device=device), randn(37, 96, seed=2, device=device)

@@ -100,43 +100,6 @@ def test_forward_and_backward_equal_one_masked_softmax(segments, accumulate, key
     assert bool((padded[:, HEADS:] == 7).all())
 
 
-def test_chunks_of_a_sequence_accumulate_to_the_whole():
-    """Out of core: chunk and context are views of one buffer, and so are their gradients."""
-    whole = [Segment(0, 20, 0, 0)]
-    q, k, v, _, _, dout = inputs(whole)
-    expected = by_autograd(q, k, v, k[:0], v[:0], whole, dout)[:5]
-    out, lse, dq = torch.empty_like(q), torch.empty(HEADS, 20), torch.empty_like(q)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    chunks = [slice(0, 8), slice(8, 11), slice(11, 20)]
-
-    def views(rows: slice, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return x[rows], y[rows], x[: rows.start], y[: rows.start]
-
-    def segments(rows: slice) -> list[Segment]:
-        return [Segment(0, rows.stop - rows.start, 0, rows.start)]
-
-    for rows in chunks:
-        segment_attention_forward(q[rows], *views(rows, k, v), segments(rows), SCALE, out=(out[rows], lse[:, rows]))
-    for rows in reversed(chunks):
-        segment_attention_backward(
-            dout[rows], q[rows], *views(rows, k, v), out[rows], lse[:, rows], segments(rows), dq[rows],
-            *views(rows, dk, dv), rows.stop != 20, SCALE,
-        )  # fmt: skip
-    torch.testing.assert_close((out, lse, dq, dk, dv), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_bf16_with_fp32_gradients_of_keys():
-    segments = SEGMENTS["packed, the first continued"]
-    *qkv, dout = inputs(segments, torch.bfloat16)
-    out, lse, dq = torch.empty_like(qkv[0]), torch.empty(HEADS, len(dout)), torch.empty_like(qkv[0])
-    segment_attention_forward(*qkv, segments, SCALE, out=(out, lse))
-    grads = [torch.zeros(x.shape) for x in qkv[1:]]
-    segment_attention_backward(dout, *qkv, out, lse, segments, dq, *grads, True, SCALE)
-    expected = by_autograd(*(x.float() for x in qkv), segments, dout.float())
-    for x, exact in zip((out, lse, dq, *grads), expected, strict=True):
-        torch.testing.assert_close(x.float(), exact, rtol=2e-2, atol=2e-2)
-
-
 def test_segments_that_do_not_tile_their_chunk_are_refused():
     with pytest.raises(AssertionError, match="segments tile"):
         chunk_rows([Segment(0, 3, 0, 0), Segment(4, 6, 4, 4)])

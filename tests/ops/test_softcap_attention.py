@@ -40,20 +40,15 @@ def test_the_formula(kv_heads: int) -> None:
     assert_equal(with_gradients(softcap_attention(*inputs, SCALE, 5.0), inputs), with_gradients(unchunked, inputs))
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 36, 37, 100])
-def test_chunks_change_nothing(chunk: int) -> None:
-    inputs = qkv()
-    unchunked = softcap_attention.reference(*inputs, SCALE, 5.0)
-    chunks = softcap_attention.reference(*inputs, SCALE, 5.0, chunk=chunk)
-    assert_equal(with_gradients(chunks, inputs), with_gradients(unchunked, inputs))
-
-
-@pytest.mark.parametrize("queries", [1, 10, 64])
-def test_last_queries_attend_as_among_all(queries: int) -> None:
-    inputs = qkv(tokens=64)
+@pytest.mark.parametrize(
+    ("queries", "tokens", "chunk"),
+    [*((37, 37, chunk) for chunk in (1, 8, 36, 37, 100)), *((queries, 64, 8) for queries in (1, 10, 64))],
+)
+def test_chunks_of_the_last_queries_attend_as_among_all(queries: int, tokens: int, chunk: int) -> None:
+    inputs = qkv(tokens)
     last = (inputs[0][:, :, -queries:], *inputs[1:])
     among_all = softcap_attention.reference(*inputs, SCALE, 5.0)[:, :, -queries:]
-    chunks = softcap_attention.reference(*last, SCALE, 5.0, chunk=8)
+    chunks = softcap_attention.reference(*last, SCALE, 5.0, chunk=chunk)
     assert_equal(with_gradients(chunks, inputs), with_gradients(among_all, inputs))
 
 

@@ -16,14 +16,13 @@ from llmb.ops import dispatch
 from llmb.ops.attention.segment_attention import chunk_segments
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.autograd_workspace import autograd_backward_bytes, autograd_forward_bytes
-from llmb.perfmodel.offload.buffers import ParamBuckets, buffer_bytes
+from llmb.perfmodel.offload.buffers import buffer_bytes
 from llmb.perfmodel.offload.layer_params import layer_param_shapes
 from llmb.perfmodel.offload.layer_work import layer_work
 from llmb.perfmodel.offload.machine_rates import H200
 from llmb.perfmodel.offload.plan_candidate import PlanConstraints
 from llmb.perfmodel.offload.plan_search import best_plan
 from llmb.perfmodel.offload.workspace import workspace_bytes
-from llmb.perfmodel.params import parameters
 from llmb.train.dry_run.dispatch_watch import DispatchWatch
 from llmb.train.dry_run.fused_op_shapes import fused_shapes
 from llmb.train.dry_run.memory_tracker import MemoryTracker
@@ -143,13 +142,6 @@ def test_experts_that_a_token_uses_count_in_flops_and_all_of_them_in_bytes() -> 
     gradients = sum(torch.Size(shape).numel() for shape in layer_param_shapes(QWEN3_30B_A3B).values())
     assert work.gradient_bytes == pytest.approx((2 + 2 * 2) * gradients, rel=1e-4)  # norms of blocks are not counted
     assert gradients > 128 * 3 * 2048 * 768
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_buckets_hold_all_weights_once(name: str) -> None:
-    buckets = ParamBuckets(MODELS[name])
-    shapes = [shape for bucket in range(buckets.count) for shape in buckets.tensors(bucket)]
-    assert sum(torch.Size(shape).numel() for shape in shapes) == parameters(MODELS[name])
 
 
 def test_recomputed_attention_is_part_of_the_workspace() -> None:

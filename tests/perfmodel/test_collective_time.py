@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from test_step_time import LLAMA_70B
 
 from llmb.config.spec import Parallel
 from llmb.perfmodel.model_catalog import find_model
@@ -14,10 +15,6 @@ from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import rank_work
 
 H100 = device("h100")
-LLAMA_70B = StepSetup(
-    shape=find_model("llama3.1-70b"), gpu="h100", gpus=64, dtype="fp8", seqlen=8192, mbs=1, gbs=128,
-    parallel=Parallel(tp=4, pp=4, cp=2, vp=5),
-)  # fmt: skip
 NEMOTRON_15B = StepSetup(
     shape=find_model("nemotron4-15b"), gpu="h100", gpus=2048, dtype="bf16", seqlen=4096, mbs=2, gbs=8192,
     engine="megatron", parallel=Parallel(tp=2),

@@ -4,7 +4,9 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from dense_cases import DENSE_CASES
 from llama_plans import LLAMA_8B, TINY, plan_of
+from mixture_cases import MIXTURE_CASES
 
 from llmb.config.offload_plan import Plan
 from llmb.perfmodel.offload.buffers import ParamBuckets, buffer_bytes, padded_numel
@@ -30,7 +32,9 @@ def test_state_of_each_weight(update, state, grad):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model", [LLAMA_8B, TINY], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model", [LLAMA_8B, TINY, *DENSE_CASES, *MIXTURE_CASES], ids=lambda model: f"{model.architecture}-{model.name}"
+)
 def test_buckets_hold_all_weights_once(model, tied):
     model = replace(model, tied_embeddings=tied)
     buckets = ParamBuckets(model)

@@ -42,6 +42,7 @@ def test_layouts_divide_the_model_and_their_engines_fill_the_gpus(model):
 
 def test_every_candidate_keeps_the_limits_and_the_best_has_the_most_throughput(search):
     assert search.candidates
+    assert search.candidates[0] in search.pareto
     for candidate in search.candidates:
         assert candidate.prediction.ttft_ms <= 500
         assert candidate.prediction.tpot_ms <= 50
@@ -53,15 +54,6 @@ def test_the_concurrency_of_the_best_is_the_last_within_the_limits(search):
     more = round(setup.concurrency * (1 + 2 * PRECISION)) + 1
     beyond = predict_serving(replace(setup, concurrency=more, max_batch_size=more))
     assert beyond.ttft_ms > 500 or beyond.tpot_ms > 50
-
-
-def test_no_point_of_the_pareto_set_is_beaten_in_both(search):
-    for candidate in search.pareto:
-        assert not any(
-            other.tokens_per_s_per_gpu > candidate.tokens_per_s_per_gpu
-            and other.tokens_per_s_per_user > candidate.tokens_per_s_per_user
-            for other in search.candidates
-        )
 
 
 def test_limits_that_nothing_keeps_name_the_least():

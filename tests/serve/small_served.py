@@ -26,7 +26,7 @@ from small_models import (
     qwen3_moe_model,
 )
 from small_serving import CONFIG, changed
-from steps import step_inputs
+from step_inputs import step_inputs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import step_inputs
+from step_inputs import step_inputs
 
 from llmb.serve.input_staging import NUM_HOST_BUFFERS, InputStaging, StepBuffer, StepSizes
 from llmb.serve.request import Request, Sequence

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import nemotron_h_model
-from steps import step_inputs
+from step_inputs import step_inputs
 from torch import Tensor
 
 from llmb.config.spec import MambaConfig, Model

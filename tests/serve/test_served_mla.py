@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import deepseek_model
-from steps import step_inputs
+from step_inputs import step_inputs
 from torch import Tensor
 
 from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from small_models import deepseek_model, grok1_model
-from steps import step_inputs
+from step_inputs import step_inputs
 from torch import Tensor
 
 from llmb.config.spec import Model, MoEConfig, RopeConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_models import llama_model
-from steps import step_inputs
+from step_inputs import step_inputs
 from torch import Tensor
 from triton_interpreter import force_kernels, interpreter  # noqa: F401  # fixtures
 

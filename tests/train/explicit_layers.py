@@ -6,12 +6,10 @@ full_result([result, ...], Parallel(tp=2, cp=2))        # of all ranks
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from sharded_network import Box, own_gradients
 from small_config import CONFIG, changed
-from small_llama import network_of
 from torch import Tensor
 
 from llmb.config.spec import Model, Parallel
@@ -45,7 +43,15 @@ def worst_error(actual: LayersResult, expected: LayersResult) -> float:
     return max(float((tensors[name] - x).double().norm() / x.double().norm()) for name, x in reference.items())
 
 
-plain_network = partial(network_of, std=0.15)
+def plain_network(model: Model) -> Llama:
+    """Return a network with weights large enough that every part of the gradient matters, and norms other than one."""
+    network = Llama(model)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in network.parameters():
+        parameter.data.normal_(0.0, 0.15, generator=generator)
+        if parameter.ndim == 1:
+            parameter.data += 1
+    return network
 
 
 def explicit_part(

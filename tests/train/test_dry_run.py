@@ -51,15 +51,17 @@ def check(config: RunConfig, summary: DryRunSummary) -> None:
     assert not estimated, "the closed form has collectives that are not called"
 
 
+DAILY = (
+    ("pretrain_llama3.1", "1b", "bf16", 1, "h200"),
+    ("pretrain_grok1", "314b", "bf16", 512, "h100"),  # tp, pp, cp, vp and ep
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "key",
-    [
-        ("pretrain_llama3.1", "1b", "bf16", 1, "h200"),
-        pytest.param(("pretrain_llama3.1", "405b", "fp8", 1024, "h100"), marks=pytest.mark.nightly),  # tp, pp, cp, vp
-        ("pretrain_grok1", "314b", "bf16", 512, "h100"),  # also ep
-    ],
-    ids=lambda key: "-".join(map(str, key[1:])),
+    [pytest.param(key, marks=[] if key in DAILY else [pytest.mark.nightly]) for key in every_row()],
+    ids=lambda key: "-".join(map(str, key)),
 )
 def test_recipe_row_agrees_with_estimates(key: tuple) -> None:
     config = row(*key)
@@ -89,10 +91,3 @@ def test_recomputed_and_offloaded_layers_agree_with_estimates() -> None:
         summary = run_dry_run(changed)
         check(changed, summary)
         assert summary.host_bytes == pytest.approx(memory_estimate(changed).host, rel=CLOSE)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("key", every_row(), ids=lambda key: "-".join(map(str, key)))
-def test_every_recipe_row_agrees_with_estimates(key: tuple) -> None:
-    config = row(*key)
-    check(config, run_dry_run(config))

@@ -85,6 +85,10 @@ NIGHTLY: list[Case] = [
     *(("llama", {"pp": 2, "mbs": mbs}) for mbs in (4, 6)),  # three and two micro-batches
     ("grok1", {"pp": 2, "vp": 2, "recompute_layers": 2}),
     ("llama", {"pp": 2, "vp": 2, "offload_layers": 1}),
+    ("llama", {"tp": 2, "cp": 2}),
+    ("llama", {"pp": 2, "dp": 2, "fsdp": True, "offload_layers": 1}),
+    *((name, {"pp": 2, "dp": 2, "fsdp": True, "recompute_layers": 1}) for name in ("grok1", "nemotron_h")),
+    ("deepseek", {"cp": 2, "tp": 2, "ep": 2, "etp": 2}),
 ]
 
 

@@ -1,8 +1,8 @@
 """Every parallel layout of the recipes trains as one process does: five optimizer steps, loss, norm and weights.
 
 A layout is scaled down to as few ranks as keep every dimension split that the recipe splits, and the model to a few
-layers; offloading and recomputation stay where the recipe has them. Beside the recipes' layouts stand a few with one
-or two dimensions, which fail more plainly. `docs/parallelism.md` holds what was found, written by
+layers; offloading and recomputation stay where the recipe has them. Layouts of one or two dimensions, which fail more
+plainly, are in `test_layout_training.py`. `docs/parallelism.md` holds what was found, written by
 
     PYTHONPATH=tests python tests/train/test_parallel_layouts.py --write
 """
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 from small_models import SMALL_MODELS
 from training_ranks import Trained, outcome
 
@@ -115,24 +114,6 @@ def _shares_experts(parallel: Parallel) -> bool:
     return parallel.ep * parallel.etp > 1 and parallel.expert_dp_size > 1
 
 
-# Each dimension alone or with one other, where a bug is easier to find.
-PLAIN = [
-    Case(architecture=architecture, stands_for="one dimension or two", parallel=Parallel(**split), **more)
-    for architecture, split, more in (
-        ("llama", {"tp": 2}, {}),
-        ("llama", {"cp": 2}, {}),
-        ("llama", {"tp": 2, "cp": 2}, {}),
-        ("llama", {"pp": 2, "vp": 2}, {"recompute": True}),
-        ("llama", {"pp": 2, "dp": 2, "fsdp": True}, {"offload": True}),
-        ("grok1", {"dp": 2, "ep": 2}, {}),
-        ("grok1", {"pp": 2, "dp": 2, "fsdp": True}, {}),
-        ("nemotron_h", {"pp": 2, "dp": 2, "fsdp": True}, {"recompute": True}),
-        ("deepseek", {"dp": 4, "fsdp": True, "ep": 2}, {}),
-        ("deepseek", {"cp": 2, "tp": 2, "ep": 2, "etp": 2}, {}),
-    )
-]
-
-
 def _distinct(cases: Iterator[Case]) -> list[Case]:
     """Return the first case of each scaled-down layout, with the number of rows it represents."""
     results: dict[str, list[Case]] = {}
@@ -148,14 +129,13 @@ def _with_count(same: list[Case]) -> Case:
 
 
 RECIPES = _distinct(recipe_cases())
-CASES = [replace(case, dtype=dtype) for dtype in TOLERANCE for case in RECIPES] + PLAIN
+CASES = [replace(case, dtype=dtype) for dtype in TOLERANCE for case in RECIPES]
 # One of each kind, on few ranks.
 QUICK = {
     "llama fsdp tp2 dp2, offload fp32",
     "llama tp2 pp2 vp2 dp2, recompute fp32",
     "nemotron_h tp2 dp2 fp32",
     "grok1 tp2 ep2 etp2 dp4 fp32",
-    "llama cp2 fp32",
     "llama fsdp dp2, recompute fp8",
 }
 
@@ -173,19 +153,11 @@ def test_layout_trains_as_one_process(case: Case) -> None:
     assert weights < TOLERANCE[case.dtype][2]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", [case for case in RECIPES if case.parallel.world_size == MOST_RANKS], ids=str)
-def test_layout_is_deterministic(case: Case) -> None:
-    first, second = case.outcome(), case.outcome(run=1)
-    assert first.losses == second.losses
-    assert first.norms == second.norms
-    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
-
-
 def test_quick_cases_split_every_dimension() -> None:
     quick = [case for case in CASES if str(case) in QUICK]
     assert {str(case) for case in quick} == QUICK
-    assert all(any(getattr(case.parallel, name) > 1 for case in quick) for name in SPLIT)
+    by_day = [name for name in SPLIT if name != "cp"]  # which takes 8 ranks here, and 2 in test_layout_training.py
+    assert all(any(getattr(case.parallel, name) > 1 for case in quick) for name in by_day)
 
 
 def test_recipe_layouts_keep_their_dimensions() -> None:

@@ -1,7 +1,6 @@
 """Training on the CPU: results do not depend on how the work is split."""
 
 import gc
-import math
 import re
 import weakref
 
@@ -74,12 +73,6 @@ def test_log_format_is_megatron_bridge(trained, capsys) -> None:
         assert (event.step, event.loss) == (step.step, pytest.approx(step.loss, rel=1e-6))
         assert event.memory_bytes == pytest.approx(step.memory_bytes, rel=1e-2)
         assert event.reported_tflops_per_gpu is None or event.reported_tflops_per_gpu < 1
-
-
-def test_loss_decreases(trained) -> None:
-    losses = trained(steps=30).losses()
-    assert losses[0] == pytest.approx(math.log(128), rel=0.02)
-    assert sum(losses[-5:]) / 5 < losses[0] - 0.4
 
 
 def test_training_is_deterministic_per_seed(trained) -> None:

@@ -248,14 +248,9 @@ def mla_rope_and_cache_triton(
 
 
 def mla_attention_triton(
-    q_latent_NHR: Tensor,
-    q_rope_NHK: Tensor,
-    cache: MlaCache,
-    metadata: AttentionMetadata,
-    scale: float,
-    splits: int | None = None,
+    q_latent_NHR: Tensor, q_rope_NHK: Tensor, cache: MlaCache, metadata: AttentionMetadata, scale: float
 ) -> Tensor:
-    """Compute `mla_attention`; the number of KV splits is chosen unless given."""
+    """Compute `mla_attention`."""
     if cache.scale != 1.0:
         q_latent_NHR = q_latent_NHR * cache.scale
     tokens, heads, rank = q_latent_NHR.shape
@@ -267,10 +262,8 @@ def mla_attention_triton(
     rows_per_seq, total_rows = metadata.max_query_len * heads, tokens * heads
     rows, context = tile_sizes(q_latent_NHR.dtype, rows_per_seq, cache.block_tokens)
     tiles = triton.cdiv(rows_per_seq, rows)
-    if splits is None:
-        splits = num_mla_splits(
-            tiles * sequences, triton.cdiv(metadata.max_seq_len, context), multiprocessors(out_NHR.device)
-        )
+    context_tiles = triton.cdiv(metadata.max_seq_len, context)
+    splits = num_mla_splits(tiles * sequences, context_tiles, multiprocessors(out_NHR.device))
     partial, lse = out_NHR, out_NHR  # one split writes the output itself
     if splits > 1:
         partial = torch.empty(splits, total_rows, rank, dtype=torch.float32, device=out_NHR.device)

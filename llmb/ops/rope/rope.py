@@ -24,15 +24,15 @@ def apply_rope_interleaved(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Te
     return apply_rope(x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos_TD, sin_TD)
 
 
-def apply_rope_(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:
-    """Apply RoPE in place to heads that may be views of wider rows; computed in fp32 and rounded once.
-
-    The inverse rotates back, which is also the backward of RoPE.
-    """
-    apply_rope_out(x_NHD, x_NHD, cos_ND, sin_ND, inverse)
+def apply_rope_(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> None:
+    """Apply RoPE in place to heads that may be views of wider rows; computed in fp32 and rounded once."""
+    apply_rope_out(x_NHD, x_NHD, cos_ND, sin_ND)
 
 
 @op
 def apply_rope_out(out_NHD: Tensor, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:
-    """Apply RoPE and write to `out`, which saves a copy. Both may be heads inside wider rows."""
+    """Apply RoPE and write to `out`, which saves a copy. Both may be heads inside wider rows.
+
+    The inverse rotates back, which is also the backward of RoPE.
+    """
     out_NHD.copy_(apply_rope(at_least_fp32(x_NHD), cos_ND, -sin_ND if inverse else sin_ND))

@@ -10,7 +10,6 @@ from llmb.perfmodel.load_metrics import cost_per_million
 from llmb.perfmodel.metrics import days_to_train
 
 JOULES_PER_KWH = 3.6e6
-HOURS_PER_DAY = 24
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,11 @@ def setting_changes(before: StepSetup, after: StepSetup) -> dict[str, tuple[int 
     return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 
-def term_changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds by which each noticeable term changes, largest change first."""
-    smallest = NOTICEABLE * sum(before.values())
+def term_changes(
+    before: Mapping[str, float], after: Mapping[str, float], noticeable: float = NOTICEABLE
+) -> dict[str, float]:
+    """Return by how much each noticeable term changes, largest change first."""
+    smallest = noticeable * sum(before.values())
     changes = {name: after[name] - before[name] for name in before}
     names = sorted(changes, key=lambda name: -abs(changes[name]))
     return {name: changes[name] for name in names if abs(changes[name]) >= smallest}

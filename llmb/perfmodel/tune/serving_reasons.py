@@ -1,6 +1,7 @@
 """Why one serving setting is faster than another: the settings that differ, and the parts of a request that change."""
 
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.tune.layout_reasons import term_changes
 from llmb.perfmodel.tune.serving_search import ServingCandidate
 
 FIELDS = ("tp", "pp", "attention_dp", "ep", "max_num_tokens", "max_batch_size", "concurrency")
@@ -19,11 +20,7 @@ def token_changes(before: ServingCandidate, after: ServingCandidate) -> dict[str
 
     A decode step emits a token for every request of its batch, and the prefill of a request is shared by its tokens.
     """
-    old, new = _per_token(before), _per_token(after)
-    changes = {name: new[name] - old[name] for name in old}
-    smallest = NOTICEABLE * sum(old.values())
-    names = sorted(changes, key=lambda name: -abs(changes[name]))
-    return {name: changes[name] for name in names if abs(changes[name]) >= smallest}
+    return term_changes(_per_token(before), _per_token(after), NOTICEABLE)
 
 
 def _per_token(candidate: ServingCandidate) -> dict[str, float]:

@@ -180,7 +180,7 @@ def mla_write(g: Generator, d: device, n: int, heads: int, kv_dtype: dtype = flo
     return (q, latent, key, norm, 1e-6, *rope_tables(g, d, n, ROPE), cache, slots), {}
 
 
-@cases(mla_attention, (DECODES, 24), (MIXED, 8), (CONTINUED, 3), tolerance=2e-5)
+@cases(mla_attention, (DECODES, 24), (MIXED, 8), (CONTINUED, 3), (((0, 5), (3, 9)), 3), tolerance=2e-5)
 def mla_absorbed(g: Generator, d: device, sequences: Sequences, heads: int) -> Arguments:
     metadata, slots = step(g, d, sequences)
     q_latent, q_rope = (randn(g, d, len(slots), heads, width) for width in (RANK, ROPE))
