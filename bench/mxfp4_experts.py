@@ -29,7 +29,10 @@ HIDDEN = WIDTH = 2880
 TOP_K = 4
 EXPERTS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
 BF16, NEVER = torch.bfloat16, 1 << 30
-TILES = ((128, 64, 8, 3, 8), (128, 64, 8, 4, 8), (128, 128, 8, 3, 8), (64, 128, 4, 3, 8), (256, 64, 8, 3, 8))
+TILES = (
+    *((128, 64, 8, 3, 8, None), (128, 64, 8, 3, 8, 128), (128, 64, 8, 4, 8, 128)),
+    *((64, 64, 4, 4, 8, None), (64, 128, 4, 3, 8, None), (256, 64, 8, 3, 8, None)),
+)
 
 
 class Layer(NamedTuple):
@@ -87,7 +90,7 @@ def time_tiles(report: BenchReport, layer: Layer, tokens: int, seconds: float) -
         rows.append((*tiles, 1e6 * spent))
         report.record("tiles", {"tokens": tokens, "tiles": tiles, "seconds": spent})
     configs.update(before)
-    titles = ("outputs", "inputs", "warps", "stages", "group_m", "us")
+    titles = ("outputs", "inputs", "warps", "stages", "group_m", "registers", "us")
     report.print_table(f"{tokens} tokens, widened in the kernel, other tiles", titles, rows)
 
 

@@ -23,7 +23,7 @@ CONFIGS = {
     16: MoEGemmConfig(64, 128, 4, 4, 1),
     32: MoEGemmConfig(64, 128, 4, 4, 1),
     64: MoEGemmConfig(128, 64, 8, 4, 8),
-    128: MoEGemmConfig(128, 64, 8, 3, 8),
+    128: MoEGemmConfig(128, 64, 8, 3, 8, maxnreg=128),  # of 144: one of two programs computes while one dequantizes
 }
 WIDEN_PAIRS = 384  # of an expert under balanced load, from which its weights are widened first
 WIDEN_BLOCK_ROWS, WIDEN_BLOCK_K, WIDEN_WARPS = 8, 1024, 8
@@ -153,6 +153,6 @@ def fp4_gemm(
         TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, EVEN_K=inputs % config.block_k == 0,
         GROUP=FP4_GROUPS[weight.format], IS_MXFP4=weight.format == "mxfp4", HAS_BIAS=weight.bias is not None,
         BLOCK_M=blocks.block_size, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg,
     )  # fmt: skip
     return out_MO
