@@ -14,7 +14,9 @@ from llmb.ops.moe.fused_moe import Routing, fused_moe
 from llmb.ops.quant.activation_quant import Activation, QuantFormat, dequantize, quantize_activation
 
 pytest.importorskip("triton")
+from llmb.ops.moe import fused_moe_fp4_triton
 from llmb.ops.moe.align_triton import choose_block_size, max_blocks, moe_align_block_size
+from llmb.ops.moe.fused_moe_fp4_triton import widen, widens_first
 from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m
 from llmb.ops.moe.fused_moe_triton import fused_moe_triton, moe_gated_act, moe_gemm
 
@@ -167,3 +169,25 @@ def test_many_tokens_are_computed_in_several_passes(
     at_once = fused_moe_triton(*inputs, "silu", FP32)
     monkeypatch.setattr("llmb.ops.moe.fused_moe_triton.MAX_TOKENS", 3)
     assert torch.equal(fused_moe_triton(*inputs, "silu", FP32), at_once)
+
+
+@pytest.mark.parametrize("inputs", [64, 96, 1184])
+def test_widened_weights_are_the_dequantized_ones(device: torch.device, inputs: int) -> None:
+    weights = random_weights(device, (3, 10, inputs), "mxfp4")
+    actual = widen(weights, torch.bfloat16)
+    assert actual.format == "plain"
+    for expert in range(3):
+        assert torch.equal(actual.values[expert].float(), dequantize_expert(weights, expert))
+
+
+def test_many_pairs_of_an_expert_widen_its_weights_first(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = (random_weights(device, (4, rows, 64), "mxfp4", rows) for rows in (128, 64))
+    gate_up = gate_up._replace(bias=randn(torch.Generator().manual_seed(1), device, 4, 128))
+    x, routing = random_tokens(device, 30, 64, "plain"), routing_of(device, 30, 2, 4)
+    outs = []
+    for pairs in (16, 15):
+        monkeypatch.setattr(fused_moe_fp4_triton, "WIDEN_PAIRS", pairs)
+        outs.append(fused_moe_triton(x, routing, gate_up, down, "swigluoai", FP32))
+        assert widens_first(gate_up, 60, 4) == (pairs == 15)
+        expected = fused_moe.reference(x, routing, gate_up, down, "swigluoai", FP32)
+        assert relative_error(outs[-1], expected) < 1e-5

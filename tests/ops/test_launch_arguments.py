@@ -8,7 +8,7 @@ import pytest
 import llmb.ops
 
 FILES = sorted(Path(llmb.ops.__file__).parent.rglob("*_triton.py"))
-LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "launch_pdl", "enable_fp_fusion"}
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl", "enable_fp_fusion"}
 
 
 def kernels_in(tree: ast.Module) -> dict[str, set[str]]:

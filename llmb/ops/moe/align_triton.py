@@ -27,6 +27,7 @@ class MoEGemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     group_m: int  # blocks of rows computed before the next columns, so that weights are reused from cache
+    maxnreg: int | None = None  # registers of a thread: fewer let an SM run more programs at once
 
 
 @triton.jit(do_not_specialize=["first_expert", "pairs"])

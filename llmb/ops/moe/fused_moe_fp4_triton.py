@@ -5,6 +5,9 @@ and one multiplication by the group's scale corrects the exponents. So weights t
 also on GPUs without 4-bit tensor cores.
 They are the left operand, which the tensor cores take from registers; the output tile is transposed.
 
+Dequantizing in registers repeats for every block of rows. With many blocks of an expert it is faster to write its
+MXFP4 weights to memory in bf16 first, once for all of them, and to leave the GEMM to `_moe_gemm_kernel`.
+
 Shapes: as in `fused_moe_triton.py`; O outputs.
 """
 
@@ -20,8 +23,10 @@ CONFIGS = {
     16: MoEGemmConfig(64, 128, 4, 4, 1),
     32: MoEGemmConfig(64, 128, 4, 4, 1),
     64: MoEGemmConfig(128, 64, 8, 4, 8),
-    128: MoEGemmConfig(128, 64, 8, 3, 8),
+    128: MoEGemmConfig(128, 64, 8, 3, 8, maxnreg=128),  # of 144: one of two programs computes while one dequantizes
 }
+WIDEN_PAIRS = 384  # of an expert under balanced load, from which its weights are widened first
+WIDEN_BLOCK_ROWS, WIDEN_BLOCK_K, WIDEN_WARPS = 8, 1024, 8
 # fp32 has a bias of 127, e2m1 of 1: the correction is 2^126. With a scale of up to 448 that would overflow, so a factor
 # of 2^8 is applied at the end. Scales of MXFP4 are powers of two of any size: there half of it is.
 EARLY_FACTOR, LATE_FACTOR = tl.constexpr(2.0**118), tl.constexpr(2.0**8)
@@ -90,6 +95,45 @@ def _moe_gemm_fp4_kernel(
     tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=valid[None, :] & (column < outputs)[:, None])
 
 
+@triton.jit
+def _moe_widen_mxfp4_kernel(
+    weight, scales, out, rows, inputs,
+    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write the values of a tile of packed weights; rows are the outputs of all experts."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    start = tl.program_id(1) * BLOCK_K
+    k, byte = start + tl.arange(0, BLOCK_K), start // 2 + tl.arange(0, BLOCK_K // 2)
+    group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+    valid = (row < rows)[:, None]
+    packed_ptrs = weight + row[:, None] * (inputs // 2) + byte[None, :]
+    scale_ptrs = scales + row[:, None] * (inputs // GROUP) + group[None, :]
+    packed = tl.load(packed_ptrs, mask=valid & (2 * byte < inputs)[None, :], other=0).to(tl.int32)
+    scale = tl.load(scale_ptrs, mask=valid & (GROUP * group < inputs)[None, :], other=0)
+    scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True) * MX_EARLY_FACTOR
+    even = _dequantize(packed & 15, scale, BLOCK_K // GROUP, GROUP // 2, BLOCK_ROWS)
+    odd = _dequantize(packed >> 4, scale, BLOCK_K // GROUP, GROUP // 2, BLOCK_ROWS)
+    values = (tl.interleave(even, odd) * MX_LATE_FACTOR).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * inputs + k[None, :], values, mask=valid & (k < inputs)[None, :])
+
+
+def widens_first(weight: ExpertWeights, pairs: int, experts: int) -> bool:
+    """Return whether a GEMM of so many pairs over all `experts` is faster with weights that are widened before it."""
+    return weight.format == "mxfp4" and pairs >= WIDEN_PAIRS * experts
+
+
+def widen(weight: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    """Return MXFP4 weights unquantized; products of e2m1 values and powers of two are exact in bf16."""
+    experts, outputs, _ = weight.values.shape
+    rows, inputs = experts * outputs, weight.inputs
+    out_EOI = torch.empty(experts, outputs, inputs, dtype=dtype, device=weight.values.device)
+    _moe_widen_mxfp4_kernel[triton.cdiv(rows, WIDEN_BLOCK_ROWS), triton.cdiv(inputs, WIDEN_BLOCK_K)](
+        weight.values, weight.scales, out_EOI, rows, inputs,
+        GROUP=FP4_GROUPS[weight.format], BLOCK_ROWS=WIDEN_BLOCK_ROWS, BLOCK_K=WIDEN_BLOCK_K, num_warps=WIDEN_WARPS,
+    )  # fmt: skip
+    return ExpertWeights("plain", out_EOI, bias=weight.bias)
+
+
 def fp4_gemm(
     x: Tensor,
     weight: ExpertWeights,
@@ -109,6 +153,6 @@ def fp4_gemm(
         TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, EVEN_K=inputs % config.block_k == 0,
         GROUP=FP4_GROUPS[weight.format], IS_MXFP4=weight.format == "mxfp4", HAS_BIAS=weight.bias is not None,
         BLOCK_M=blocks.block_size, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg,
     )  # fmt: skip
     return out_MO

@@ -23,7 +23,7 @@ from llmb.ops.moe.align_triton import (
 )
 from llmb.ops.moe.expert_weights import FP4_GROUPS, ExpertWeights
 from llmb.ops.moe.fused_moe import Routing
-from llmb.ops.moe.fused_moe_fp4_triton import fp4_gemm
+from llmb.ops.moe.fused_moe_fp4_triton import fp4_gemm, widen, widens_first
 from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m, large_m_gemm
 from llmb.ops.quant.activation_quant import GROUP, Activation, GroupFp8, QuantFormat, as_activation, empty_activation
 
@@ -154,9 +154,14 @@ def fused_moe_triton(
         pairs, top_k = topk_ids_NK.numel(), topk_ids_NK.shape[1]
         block_size = choose_block_size(pairs, routing.experts)
         blocks = moe_align_block_size(topk_ids_NK, routing.first_expert, experts, block_size)
-        gate_up_M2F = moe_gemm(_slice_rows(x, rows), gate_up, blocks, pairs, top_k, dtype)
+        widens = widens_first(gate_up, pairs, routing.experts)
+        gate_up_M2F = moe_gemm(
+            _slice_rows(x, rows), widen(gate_up, dtype) if widens else gate_up, blocks, pairs, top_k, dtype
+        )
         hidden = moe_gated_act(gate_up_M2F, topk_ids_NK, routing.first_expert, experts, activation, down.quant_format)
-        pair_outputs_MC = moe_gemm(hidden, down, blocks, pairs, 1, dtype, topk_weights_NK)
+        pair_outputs_MC = moe_gemm(
+            hidden, widen(down, dtype) if widens else down, blocks, pairs, 1, dtype, topk_weights_NK
+        )
         _moe_sum_kernel[len(topk_ids_NK), triton.cdiv(channels, CHANNELS)](
             pair_outputs_MC, topk_ids_NK, out_NC[rows], routing.first_expert, experts, channels,
             TOP_K=top_k, CHANNELS=CHANNELS, **pdl_options(len(topk_ids_NK)),
