@@ -33,6 +33,8 @@ check: $(VENV)/test
 # Without this, every worker and every engine that a test starts would compile the same files again.
 test test-cpu test-fast test-all: export PYTHONDONTWRITEBYTECODE =
 test test-cpu test-fast test-all: export OMP_NUM_THREADS = 1
+# CPU references of several workers would share the cores with as many threads each.
+test-gpu test-gpu-all: export OMP_NUM_THREADS = 2
 
 # Work stealing keeps the tests of a file together, which share fixtures.
 test-fast: $(VENV)/test

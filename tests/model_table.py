@@ -9,7 +9,7 @@ from dense_cases import DENSE_CASES
 from mixture_cases import MIXTURE_CASES
 from small_models import SMALL_MODELS
 
-from llmb.config.llama_layer_shapes import has_plain_layers
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.parallel_layout import check_model, check_serving
 from llmb.config.spec import Model, Parallel
@@ -40,7 +40,7 @@ def _variants(cases: Iterable[Model]) -> str:
 
 
 def _trained_in(cases: Iterable[Model]) -> str:
-    kinds = dict.fromkeys("explicit layers" if has_plain_layers(model) else "autograd layers" for model in cases)
+    kinds = dict.fromkeys("explicit layers" if has_llama_layers(model) else "autograd layers" for model in cases)
     return ", ".join(kinds)
 
 

@@ -43,6 +43,11 @@ LEAST = Plan(
 )  # fmt: skip
 
 
+def has_plain_layers(model: Model) -> bool:
+    """Return whether layers are those of a Llama, without biases and norms of heads."""
+    return has_llama_layers(model) and not model.qkv_bias and model.qk_norm is None
+
+
 def least_plan(model: Model) -> Plan:
     """Return two groups of three chunks a round, the last chunk and the last round short, in the fewest buffers.
 

@@ -4,7 +4,6 @@ Shared by the layer with explicit backward (`llmb/models/llama_layer`) and the p
 must agree on the memory layout.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from llmb.config.spec import Model
@@ -15,9 +14,8 @@ ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 
 # Fields of other layers, which would silently be trained as plain ones.
 LAYER_FIELDS: dict[str, Any] = {
-    "gated": True, "activation": "silu", "pre_norms": True, "post_norms": False, "qkv_bias": False, "o_bias": False,
-    "qk_norm": None, "local_rope": None, "attention_sinks": False,
-    "attn_logit_softcap": None, "pattern": None, "experts": None, "mla": None, "mamba": None,
+    "gated": True, "activation": "silu", "pre_norms": True, "post_norms": False, "o_bias": False, "local_rope": None,
+    "attention_sinks": False, "attn_logit_softcap": None, "pattern": None, "experts": None, "mla": None, "mamba": None,
 }  # fmt: skip
 
 
@@ -48,30 +46,29 @@ def layer_weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def has_plain_layers(model: Model) -> bool:
-    """Return whether layers are those of a plain Llama: in-memory training computes them with explicit backward."""
-    return model.rope is not None and all(getattr(model, name) == plain for name, plain in LAYER_FIELDS.items())
-
-
 def has_llama_layers(model: Model) -> bool:
-    """Return whether the layer with explicit backward computes them: also with a qkv bias and norms of heads."""
-    return has_plain_layers(_without_extras(model))
-
-
-def _without_extras(model: Model) -> Model:
-    return replace(model, qkv_bias=False, qk_norm=None if model.qk_norm == "head" else model.qk_norm)
+    """Return whether layers are those of a Llama, also with a qkv bias and norms of heads: with explicit backward."""
+    return model.rope is not None and _other_field(model) is None
 
 
 def check_llama_layers(model: Model) -> None:
     """Refuse a model of other layers in one line."""
-    for field, plain in LAYER_FIELDS.items():
-        if getattr(_without_extras(model), field) != plain:
-            raise ConfigError(
-                f"layers with explicit backward are those of Llamas: {field} of {model.name} must be {plain!r}, "
-                f"got {getattr(model, field)!r}"
-            )
+    if (other := _other_field(model)) is not None:
+        field, plain = other
+        raise ConfigError(
+            f"layers with explicit backward are those of Llamas: {field} of {model.name} must be {plain}, "
+            f"got {getattr(model, field)!r}"
+        )
     if model.rope is None:
         raise ConfigError(f"layers with explicit backward are those of Llamas: {model.name} has no RoPE")
+
+
+def _other_field(model: Model) -> tuple[str, str] | None:
+    """Return the first field that a Llama layer does not have so, and what it must be."""
+    for field, plain in LAYER_FIELDS.items():
+        if getattr(model, field) != plain:
+            return field, repr(plain)
+    return None if model.qk_norm in (None, "head") else ("qk_norm", "None or 'head'")
 
 
 def check_fp8_widths(model: Model) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 
-from llmb.config.llama_layer_shapes import has_plain_layers
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.perfmodel.block_costs import BLOCK_COSTS
@@ -222,7 +222,7 @@ def stage_units(model: Model, stage: StageShape) -> list[list[Weight]]:
 def has_explicit_layers(config: RunConfig) -> bool:
     """Return whether the native engine trains the layer with explicit backward (`models/llama_layer`)."""
     native = config.engine == "native" and isinstance(config.workload, Training)
-    return native and has_plain_layers(config.model)
+    return native and has_llama_layers(config.model)
 
 
 def gradient_bytes(config: RunConfig) -> int:

@@ -63,8 +63,17 @@ class ExplicitLayer(LlamaDecoderLayer):
         return (attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)
 
     @property
-    def norms(self) -> tuple[nn.Parameter, nn.Parameter]:
-        return self.attention_norm.weight, self.mlp_norm.weight
+    def vectors(self) -> dict[str, tuple[nn.Parameter, ...]]:
+        """Norms and biases by their names in LayerWeights; a bias of queries, keys and values has three."""
+        attention = self.attention
+        vectors: dict[str, tuple[nn.Parameter, ...]] = {
+            "norm1_C": (self.attention_norm.weight,), "norm2_C": (self.mlp_norm.weight,)
+        }  # fmt: skip
+        if attention.q_bias is not None:
+            vectors["bqkv_X"] = (attention.q_bias, attention.k_bias, attention.v_bias)
+        if attention.qk_norm is not None:
+            vectors |= {"q_norm_D": (attention.q_norm.weight,), "k_norm_D": (attention.k_norm.weight,)}
+        return vectors
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
         if cos_TD is None:  # a layer without RoPE
@@ -73,9 +82,9 @@ class ExplicitLayer(LlamaDecoderLayer):
         return _ExplicitLayerFunction.apply(x_BTC, cos_TD, sin_TD, self)
 
     def weights(self) -> LayerWeights:
-        """Return views of the current weights."""
+        """Return views of the current matrices and norms, and a copy of the current bias."""
         matrices = [merged_view([linear.weight.detach() for linear in linears]) for linears in self.matrices]
-        return LayerWeights(*matrices, *(norm.detach() for norm in self.norms))
+        return LayerWeights(*matrices, **{name: _merge(vectors) for name, vectors in self.vectors.items()})
 
     def pass_weights(self) -> LayerWeights | Fp8LayerWeights:
         """Return the weights of one pass, as the block's linears take them."""
@@ -85,6 +94,7 @@ class ExplicitLayer(LlamaDecoderLayer):
             return self._new_fp8_weights()
         self.quantize()
         assert self.fp8_weights is not None
+        self.fp8_weights.weights = self.weights()  # its bias is that of now
         return self.fp8_weights
 
     def quantize(self) -> None:
@@ -105,7 +115,7 @@ class ExplicitLayer(LlamaDecoderLayer):
     def gradients(self) -> tuple[LayerWeights, bool]:
         """Return the gradients, allocated if necessary, and whether there are values to accumulate to.
 
-        Those of norms are always new: they are replicated, and may accumulate where those of matrices are reduced.
+        Those of vectors are always new: they are replicated, and may accumulate where those of matrices are reduced.
         """
         accumulate = self.mlp.down.weight.grad is not None
         if not accumulate:
@@ -113,18 +123,22 @@ class ExplicitLayer(LlamaDecoderLayer):
                 weight.grad = weight.main_grad  # type: ignore[attr-defined]
         matrices = [merged_view([existing_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
         empty = torch.zeros_like if accumulate else torch.empty_like
-        return LayerWeights(*matrices, *map(empty, self.norms)), accumulate
+        vectors = {name: empty(_merge(parameters)) for name, parameters in self.vectors.items()}
+        return LayerWeights(*matrices, **vectors), accumulate
 
-    def add_norm_gradients(self, grads: LayerWeights) -> None:
-        """Accumulate the gradients of norms."""
-        for norm, grad in zip(self.norms, (grads.norm1_C, grads.norm2_C), strict=True):
-            norm.grad = grad if norm.grad is None else norm.grad.add_(grad)
+    def add_vector_gradients(self, grads: LayerWeights) -> None:
+        """Accumulate the gradients of norms and biases."""
+        for parameters, grad in zip(self.vectors.values(), grads.vectors, strict=True):
+            grads_of = grad.split([parameter.numel() for parameter in parameters])
+            for parameter, own_grad in zip(parameters, grads_of, strict=True):
+                parameter.grad = own_grad if parameter.grad is None else parameter.grad.add_(own_grad)
 
     def empty_saved(self, input_SC: Tensor, tokens: int) -> SavedActivations:
         """Allocate the saved activations, of so many tokens inside attention and MLP."""
         model = self.block.model
         q_NA = input_SC.new_empty(tokens, model.heads * model.head_dim)
-        return SavedActivations(q_NA, torch.empty_like(input_SC), input_SC.new_empty(tokens, 2 * model.ffn))
+        k_NW = None if model.qk_norm is None else input_SC.new_empty(tokens, model.kv_heads * model.head_dim)
+        return SavedActivations(q_NA, torch.empty_like(input_SC), input_SC.new_empty(tokens, 2 * model.ffn), k_NW)
 
 
 class _ExplicitLayerFunction(torch.autograd.Function):
@@ -163,8 +177,14 @@ class _ExplicitLayerFunction(torch.autograd.Function):
             weights, grads, accumulate, input_SC, kv, attn, saved, None, False, ctx.segments, cos_ND, sin_ND,
             dy_BTC.flatten(0, 1).contiguous(), dx_SC, ctx.inputs,
         )  # fmt: skip
-        layer.add_norm_gradients(grads)
+        layer.add_vector_gradients(grads)
         return dx_SC.view_as(dy_BTC), None, None, None
+
+
+def _merge(vectors: tuple[nn.Parameter, ...]) -> Tensor:
+    """Return one vector of all: itself, or a copy of several."""
+    first, *others = (vector.detach() for vector in vectors)
+    return torch.cat((first, *others)) if others else first
 
 
 _repeated_tables: Any = WeakIdKeyDictionary()  # RoPE table -> the table repeated for all sequences

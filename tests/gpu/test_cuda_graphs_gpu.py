@@ -19,6 +19,7 @@ pytestmark = NEEDS_GPU
 SIZES: dict[str, Any] = {"hidden": 256, "ffn": 512, "vocab": 1024}
 MODELS = {
     "llama": llama_model(layers=3, **SIZES),
+    "biased": llama_model(layers=3, qkv_bias=True, qk_norm="head", **SIZES),
     "grok1": grok1_model(experts=MoEConfig(count=8, top_k=2, ffn=256), tied_embeddings=False, **SIZES),
     "nemotron_h": nemotron_h_model(
         "M-M*", mamba=MambaConfig(heads=8, head_dim=64, groups=2, state=64, chunk=64), **SIZES
@@ -56,6 +57,8 @@ def assert_same_losses(
         ("llama", "bf16", {"recompute_layers": 2}),
         ("llama", "fp8", {}),
         ("llama", "fp8", {"recompute_layers": 3}),
+        ("biased", "bf16", {"recompute_layers": 2}),
+        ("biased", "fp8", {}),
         ("nemotron_h", "bf16", {}),
         ("grok1", "bf16", {}),
         ("grok1", "fp8", {}),

@@ -20,6 +20,7 @@ from reference_training import (
     TIED,
     UNTIED,
     assert_trains_as_reference,
+    has_plain_layers,
     least_plan,
     train_reference,
     trained,
@@ -28,7 +29,7 @@ from reference_training import (
 )  # fmt: skip
 from shuffled_streams import ShuffledStreams
 
-from llmb.config.llama_layer_shapes import has_llama_layers, has_plain_layers
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.spec import Model, RopeConfig

@@ -37,6 +37,12 @@ from llmb.train.parallel.mesh import Mesh, build_mesh
 
 CPU = torch.device("cpu")
 MODEL = llama_model(name="small", hidden=64, ffn=96, vocab=128)  # shards of ffn, 48 channels, are fp8's too
+VARIANTS: dict[str, dict[str, object]] = {
+    "windows, no RoPE": {"attention_pattern": "SN", "window": 5, "attention_scale": 0.2},
+    "biases": {"qkv_bias": True},
+    "norms of heads": {"qk_norm": "head"},
+}
+BIASED = replace(MODEL, name="biased", qkv_bias=True, qk_norm="head")
 TOKENS = 24  # a shard of 24 / 2 / 2 tokens is not a multiple of 16, which fp8 pads to
 SAVED = ({}, {"recompute_layers": 2}, {"save_norm_outputs": True})  # what is saved for the backward pass
 LAYOUTS = {"tp2": Parallel(tp=2), "cp2": Parallel(cp=2), "tp2 cp2": Parallel(tp=2, cp=2)}
@@ -72,8 +78,9 @@ def plain_result(dtype: str, sequences: int, model: Model = MODEL) -> LayersResu
 
 
 @pytest.mark.parametrize("saved", SAVED[:2], ids=str)
-def test_sliding_windows_and_layers_without_rope_match_plain_layers(saved: dict[str, object]) -> None:
-    model = replace(MODEL, attention_pattern="SN", window=5, attention_scale=0.2)
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_variants_of_layers_match_plain_layers(fields: dict[str, object], saved: dict[str, object]) -> None:
+    model = replace(MODEL, **fields)
     actual = explicit_result("fp32", 2, model, formats=FP32, **saved)
     assert worst_error(actual, plain_result("fp32", 2, model)) < BOUNDS["fp32"][0]
 
@@ -87,21 +94,23 @@ def test_one_rank_equals_plain_layers(dtype: str, sequences: int, settings: dict
     assert dtype != "fp8" or error > 0.03  # it is quantized
 
 
-def rank_results(rank: int, parallel: Parallel, dtype: str, cases: list[tuple[int, dict]]) -> list[LayersResult]:
+def rank_results(
+    rank: int, model: Model, parallel: Parallel, dtype: str, cases: list[tuple[int, dict]]
+) -> list[LayersResult]:
     """Return the results of all cases on a rank."""
     dist.init_process_group("gloo")
     mesh = build_mesh(rank, CPU, parallel, experts=False)
-    return [explicit_result(dtype, sequences, mesh=mesh, **settings) for sequences, settings in cases]
+    return [explicit_result(dtype, sequences, model, mesh, **settings) for sequences, settings in cases]
 
 
 def ranks_and_one(
-    parallel: Parallel, dtype: str, **changes: object
+    parallel: Parallel, dtype: str, model: Model = MODEL, **changes: object
 ) -> Iterator[tuple[int, LayersResult, LayersResult]]:
     """Yield the number of sequences and the results of all ranks and of one, for all that may be saved."""
     cases = [(sequences, settings | changes) for sequences in (1, 2) for settings in SAVED]
-    by_rank = on_ranks(parallel.world_size, rank_results, parallel, dtype, cases)
+    by_rank = on_ranks(parallel.world_size, rank_results, model, parallel, dtype, cases)
     for (sequences, settings), *ranks in zip(cases, *by_rank, strict=True):
-        yield sequences, full_result(MODEL, ranks, parallel), explicit_result(dtype, sequences, **settings)
+        yield sequences, full_result(model, ranks, parallel), explicit_result(dtype, sequences, model, **settings)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +131,22 @@ def test_ranks_equal_one_rank(parallel: Parallel, dtype: str) -> None:
         assert worst_error(result, expected) < BOUNDS[dtype][1]
         exact = plain_result(dtype, sequences)
         assert worst_error(result, exact) < 1.1 * worst_error(expected, exact) + BOUNDS["fp32"][0]
+
+
+def test_fp8_layers_read_the_current_bias() -> None:
+    """Quantized matrices stay for a step, the bias beside them is no view of its parameters."""
+    part, (x_BTC, dy_BTC) = explicit_part(BIASED, "fp8", ONE, mbs=1), inputs("fp8", 1)
+    before, _ = forward_backward(part, x_BTC, dy_BTC)
+    with torch.no_grad():
+        part.layers[0].attention.v_bias += 1
+    after, _ = forward_backward(part, x_BTC, dy_BTC)
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp8"])
+def test_ranks_with_biases_and_norms_of_heads_equal_one_rank(dtype: str) -> None:
+    for _, result, expected in ranks_and_one(LAYOUTS["tp2"], dtype, BIASED):
+        assert worst_error(result, expected) < BOUNDS[dtype][1]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,6 @@ class LlamaLayer(Generic[Weights]):
         kind: str = "F",
     ):
         check_llama_layers(model)
-        assert tp is None or not (model.qkv_bias or model.qk_norm), "biases and norms of heads are those of one rank"
         self.window, self.has_rope = attention_window(model, kind), kind != "N"
         self.key_block, self.tp, self.cp = key_block, tp, cp
         self.model, self.linears = model, linears

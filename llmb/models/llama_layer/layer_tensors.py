@@ -29,6 +29,11 @@ class LayerWeights(NamedTuple):
     def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.wqkv_XC, self.wo_CA, self.w13_2FC, self.w2_CF
 
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        """Those that the layer has, in order."""
+        return tuple(vector for vector in self[4:] if vector is not None)
+
 
 class KeyValues(NamedTuple):
     """Keys (after RoPE) and values of a context in one layer, or their gradients."""
