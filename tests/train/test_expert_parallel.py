@@ -1,5 +1,7 @@
 """Expert parallelism: dispatch, gradients, auxiliary loss and repeated steps, compared with one process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,14 +12,17 @@ import torch
 import torch.distributed as dist
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import on_ranks, trained
 
 from llmb.config.spec import MoEConfig, Parallel
 from llmb.models.moe import MoE, collect_aux_losses
+from llmb.train.module_class import use_class
 from llmb.train.parallel.expert_parallel import apply_expert_parallel, expert_dispatchers, pop_overflow
 from llmb.train.parallel.mesh import Mesh, build_mesh
 from llmb.train.parallel.parameter_shard import ParameterShard, box_of, shard_of
 from llmb.train.parallelize import apply_recompute
+from llmb.train.precision import Fp8GroupedLinear
 
 EXPERTS = MoEConfig(count=8, top_k=2, ffn=32, renormalise=False)
 TOKENS = 24  # of all ranks
@@ -57,19 +62,22 @@ def on_rank(
     """Return the output, the input gradient and the weight gradients of this rank, for its tokens."""
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN, and so the padding of all buffers
     assert torch.empty(1).isnan()
-    block, mesh = block_on_rank(rank, degrees)
+    block, mesh = block_on_rank(rank, degrees, fp8=kind == "fp8")
     load(block, weights)
-    x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank] for x in inputs())
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank].to(dtype) for x in inputs())
     return forward_backward(block, x_NC, d_y_NC, kind)
 
 
 def block_on_rank(
-    rank: int, degrees: dict[str, int], experts: MoEConfig = EXPERTS, factor: float | None = None
+    rank: int, degrees: dict[str, int], experts: MoEConfig = EXPERTS, factor: float | None = None, fp8: bool = False
 ) -> tuple[MoE, Mesh]:
     """Return this rank's part of the block, without weights, by default with a capacity that fits every routing."""
     dist.init_process_group("gloo")
     mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
     block = moe_block(experts)
+    for layer in (block.gate, block.up, block.down) if fp8 else ():
+        use_class(layer, Fp8GroupedLinear)
     apply_expert_parallel(block, mesh, mesh.size("ep") if factor is None else factor)
     return block, mesh
 
@@ -91,13 +99,39 @@ def forward_backward(
         stack = torch.nn.Module()
         stack.layers = torch.nn.ModuleList([block])
         apply_recompute(stack, 1)
-    y_NC = block(x_NC)
-    y_NC.backward(d_y_NC)
+    with no_host_reads() if kind == "bf16" else nullcontext():
+        y_NC = block(x_NC)
+        y_NC.backward(d_y_NC)
     return (
         y_NC.detach(),
         x_NC.grad,
         {name: (shard_of(weight).offset, weight.grad) for name, weight in block.named_parameters()},
     )
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses operators that synchronize with a GPU; expert GEMMs in bf16 are one operator."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.overloadpacket not in SYNCHRONIZING, f"{function} reads values on the host"
+        return function(*args, **(kwargs or {}))
+
+
+aten = torch.ops.aten
+SYNCHRONIZING = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.repeat_interleave, aten.unique_dim)
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """Also refuse methods that read a CPU tensor without an operator."""
+
+    def refuse(*_args: Any) -> None:
+        raise AssertionError("a value is read on the host")
+
+    with pytest.MonkeyPatch.context() as patch, NoHostReads():
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__"):
+            patch.setattr(torch.Tensor, name, refuse)
+        yield
 
 
 def run_on_ranks(
@@ -115,8 +149,8 @@ def run_on_ranks(
 
 
 @cache
-def one_process(routing: str) -> dict[str, torch.Tensor]:
-    return run_on_ranks({}, weights_for(routing))
+def one_process(routing: str, kind: str = "plain") -> dict[str, torch.Tensor]:
+    return run_on_ranks({}, weights_for(routing), kind)
 
 
 def differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -165,6 +199,12 @@ def test_routing_cases() -> None:
     assert len(experts_used["all"]) > 5
 
 
+@pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "etp": 2}], ids=str)
+def test_dispatch_reads_nothing_on_the_host(degrees: dict[str, int]) -> None:
+    actual = run_on_ranks(degrees, weights_for("all"), "bf16")
+    assert max(differences(actual, one_process("all")).values()) < 2e-2
+
+
 def overflow_on_rank(rank: int, factor: float) -> tuple[float, bool]:
     """Return the number of pairs that exceeded their capacity, and whether all results are finite."""
     torch.use_deterministic_algorithms(True)
@@ -180,6 +220,17 @@ def overflow_on_rank(rank: int, factor: float) -> tuple[float, bool]:
 def test_overflow_is_counted_and_drops_tokens(factor: float, overflow: int) -> None:
     """Both ranks send all of their 24 rows to the second."""
     assert on_ranks(2, overflow_on_rank, factor) == [(overflow, True)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["all", "two experts", "none on the first"])
+def test_fp8_dispatch_is_as_accurate_as_one_process(routing: str) -> None:
+    """Each rank has its own scales, so rounding differs, but not by more than in one process."""
+    exact = one_process(routing)
+    alone = differences(one_process(routing, "fp8"), exact)
+    spread = differences(run_on_ranks({"dp": 4, "ep": 2, "etp": 2}, weights_for(routing), "fp8"), exact)
+    assert min(spread.values()) > 0
+    assert max(spread.values()) < 1.2 * max(alone.values()), (spread, alone)
 
 
 def balance_on_rank(rank: int, degrees: dict[str, int], weights: dict[str, torch.Tensor]) -> Any:
