@@ -158,10 +158,11 @@ def _order_statistics(values: Sequence[float], ranks: Iterable[int]) -> dict[int
     cells = bytes(map(bisect_left, repeat(cuts), values))  # of each value
     starts = [0, *accumulate(cells.count(cell) for cell in range(len(cuts) + 1))]  # rank of the first value of a cell
     cell_of = {rank: bisect_right(starts, rank) - 1 for rank in chosen_ranks}
-    chosen = set(cell_of.values())
+    chosen = sorted(set(cell_of.values()))
     is_chosen = bytes(cell in chosen for cell in range(256))
     members = sorted(compress(values, cells.translate(is_chosen)))  # of one chosen cell after the other
-    before = dict(zip(sorted(chosen), _cell_offsets(starts, sorted(chosen)), strict=True))
+    sizes = (starts[cell + 1] - starts[cell] for cell in chosen[:-1])
+    before = dict(zip(chosen, accumulate(sizes, initial=0), strict=True))  # members of the chosen cells before each
     return {rank: members[before[cell] + rank - starts[cell]] for rank, cell in cell_of.items()}
 
 
@@ -172,11 +173,6 @@ def _bracketing_cuts(sample: Sequence[float], fractions: Iterable[float]) -> lis
         margin = 4 * sqrt(n * fraction * (1 - fraction)) + 1
         cuts |= {sample[max(0, int(n * fraction - margin))], sample[min(n - 1, int(n * fraction + margin) + 1)]}
     return sorted(cuts)
-
-
-def _cell_offsets(starts: Sequence[int], cells: Sequence[int]) -> Iterable[int]:
-    """Return how many values of the given cells lie before each of them."""
-    return accumulate((starts[cell + 1] - starts[cell] for cell in cells[:-1]), initial=0)
 
 
 def _finite(samples: Iterable[float]) -> Sequence[float]:
@@ -272,11 +268,6 @@ def request_latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, Sequence
         if total is not None:
             totals.append(total)
     return {"ttft_ms": firsts, "tpot_ms": gaps, "e2e_ms": totals}
-
-
-def latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, Sequence[float]]:
-    """Return the samples of each latency; ITL pooled over all gaps, the others at most one per request."""
-    return request_latencies_ms(requests) | {"itl_ms": pooled_itl_ms(requests)}
 
 
 def pooled_itl_ms(requests: Sequence[TimedRequest]) -> Sequence[float]:

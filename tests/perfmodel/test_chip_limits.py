@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from step_setups import step_setup
 
 from llmb.perfmodel.chip_limits import HIGHEST_CLOCK, StepAmount, bandwidth_ceiling, flops_ceiling, training_limits
 from llmb.perfmodel.explain.explanation import explain_serving, explain_training, step_amount, verdict_of
@@ -12,7 +13,6 @@ from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.serving_bounds import L2_BYTES, ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import serving_work
-from llmb.perfmodel.step_time.step_setup import StepSetup
 
 
 def served(isl=1000, osl=100, concurrency=112, **fields):
@@ -21,16 +21,12 @@ def served(isl=1000, osl=100, concurrency=112, **fields):
     )
 
 
-VLLM_ROW = (71.91, 11.25)  # vLLM 0.12.0, Llama 3.1 8B fp8 on one H200, 1000/100 at concurrency 112: TTFT, TPOT in ms
-
-
-def vllm_figures():
-    ttft, tpot = VLLM_ROW
-    return ServedFigures(output_tokens_per_s=112 * 100 / (ttft + 99 * tpot) * 1e3, latency_ms=VLLM_ROW)
+TTFT, TPOT = 71.91, 11.25  # ms, of vLLM 0.12.0, Llama 3.1 8B fp8 on one H200, 1000/100 at concurrency 112
+VLLM_ROW = ServedFigures(output_tokens_per_s=112 * 100 / (TTFT + 99 * TPOT) * 1e3, latency_ms=(TTFT, TPOT))
 
 
 def test_a_published_row_of_vllm_needs_more_than_an_h200_sustains():
-    explanation = explain_serving("row", served(), vllm_figures())
+    explanation = explain_serving("row", served(), VLLM_ROW)
     assert explanation.verdict == "impossible"
     compute = explanation.limits[0]
     assert (compute.name, compute.unit) == ("compute", "TFLOP/s/GPU")
@@ -42,11 +38,10 @@ def test_a_published_row_of_vllm_needs_more_than_an_h200_sustains():
 
 
 def test_the_named_causes_make_the_row_possible():
-    figures = vllm_figures()
-    assert not holds(serving_limits(served(), figures))
-    assert holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.1)))
-    assert not holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.03)))
-    assert "another GPU: gh200, b200, b300, gb200, gb300" in serving_causes(served(), figures)
+    assert not holds(serving_limits(served(), VLLM_ROW))
+    assert holds(serving_limits(served(), replace(VLLM_ROW, prefix_hit_rate=0.1)))
+    assert not holds(serving_limits(served(), replace(VLLM_ROW, prefix_hit_rate=0.03)))
+    assert "another GPU: gh200, b200, b300, gb200, gb300" in serving_causes(served(), VLLM_ROW)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +83,7 @@ def test_attention_and_head_lower_the_limit_of_fp8():
 
 
 def test_causes_of_an_impossible_step_are_tried():
-    causes = training_causes(amount(), 2.6, micro_batches=3)
+    causes = list(training_causes(amount(), 2.6, micro_batches=3))
     assert "the time is of one micro-batch, not of a step of 3" in causes
     assert "GEMMs in fp8, not bf16" in causes
     assert "the figure is of 2 GPUs, not 1" in causes
@@ -123,9 +118,7 @@ def test_memory_is_limited_by_its_nominal_bandwidth_and_the_l2_cache_is_allowed_
 
 
 def test_a_run_of_fewer_layers_is_judged_by_the_layers_that_ran():
-    setup = StepSetup(
-        shape=find_model("llama3.1-405b"), gpu="h100", gpus=8, dtype="bf16", seqlen=8192, mbs=1, gbs=8, layers=4,
-    )  # fmt: skip
+    setup = step_setup("llama3.1-405b", "h100", 8, "bf16", gbs=8, layers=4)
     whole = step_amount(replace(setup, layers=None))
     (few,), (every,) = training_limits(step_amount(setup), 1.0), training_limits(whole, 1.0)
     assert every.needed > 15 * few.needed
@@ -135,17 +128,10 @@ def test_a_run_of_fewer_layers_is_judged_by_the_layers_that_ran():
 
 
 def test_terms_stand_beside_a_measured_breakdown():
-    setup = StepSetup(
-        shape=find_model("llama3.1-8b"), gpu="h200", gpus=1, dtype="bf16", seqlen=8192, mbs=2, gbs=6, graphs=1.0,
-        engine="native",
-    )  # fmt: skip
+    setup = step_setup("llama3.1-8b", "h200", 1, "bf16", mbs=2, gbs=6, graphs=1.0, engine="native")
     profile = {
-        "matrix products": 3.139,
-        "attention": 0.839,
-        "memory-bound work": 0.164,
-        "optimizer": 0.031,
-        "idle": 0.011,
-    }
+        "matrix products": 3.139, "attention": 0.839, "memory-bound work": 0.164, "optimizer": 0.031, "idle": 0.011,
+    }  # fmt: skip
     pairs = {pair.kind: pair for pair in explain_training("run", setup, 4.188, profile).terms}
     assert pairs["matrix products"].measured_s == 3.139
     assert pairs["matrix products"].predicted_s == pytest.approx(3.139, rel=0.02)

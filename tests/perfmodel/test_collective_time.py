@@ -3,21 +3,19 @@
 from dataclasses import replace
 
 import pytest
+from step_setups import step_setup
 from test_step_time import LLAMA_70B
 
 from llmb.config.spec import Parallel
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.collective_time import Transfer, rank_traffic, ring_transfer, sends_outside
 from llmb.perfmodel.step_time.predictor import predict, step_memory
 from llmb.perfmodel.step_time.published_rows import parse_row
-from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import rank_work
 
 H100 = device("h100")
-NEMOTRON_15B = StepSetup(
-    shape=find_model("nemotron4-15b"), gpu="h100", gpus=2048, dtype="bf16", seqlen=4096, mbs=2, gbs=8192,
-    engine="megatron", parallel=Parallel(tp=2),
+NEMOTRON_15B = step_setup(
+    "nemotron4-15b", "h100", 2048, "bf16", seqlen=4096, mbs=2, gbs=8192, engine="megatron", tp=2
 )  # fmt: skip
 MAXTEXT = {
     "source": "NVIDIA/dgxc-benchmarking maxtext/README_70b.md", "model": "llama3", "size": "70b", "gpu": "h100",

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from published_models import ALL, DEEPSEEK, GPT_OSS_20B, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
@@ -17,17 +17,11 @@ def flops_per_token(model: Model, seqlen: int, convention: flops.Convention) -> 
     return flops.train_flops_per_sequence(model, seqlen, convention) / seqlen
 
 
-# Parameters
-
-
 @pytest.mark.parametrize("model", ALL, ids=lambda m: m.name)
 def test_breakdowns_sum_to_their_totals(model: Model) -> None:
     assert sum(params.parameter_breakdown(model).values()) == params.parameters(model)
     parts = flops.flops_breakdown(model, 4096, "full")
     assert sum(parts.values()) == flops.train_flops_per_sequence(model, 4096, "full")
-
-
-# FLOPs
 
 
 def test_nemotron_h_worked_example() -> None:
@@ -53,7 +47,6 @@ def test_grok1_worked_example() -> None:
     [
         (LLAMA_405B, 8192, "2524"),
         (LLAMA_70B, 8192, "449"),
-        (LLAMA_8B, 8192, "51.5"),
         (LLAMA_8B, 8192, "51.47"),
         (LLAMA_8B, 65536, "96.57"),
     ],
@@ -154,7 +147,6 @@ def test_invalid_models_are_rejected(broken: Model, complaint: str) -> None:
         params.parameters(broken)
 
 
-@settings(deadline=None)  # the machine may be shared
 @given(st.sampled_from(ALL), st.integers(1, 2**20))
 def test_causal_is_between_half_of_full_and_full(model: Model, seqlen: int) -> None:
     causal = flops_per_token(model, seqlen, "causal")

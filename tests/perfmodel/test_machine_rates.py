@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from test_probe_record import write
 
 from llmb.config.serialization import to_json
 from llmb.errors import ConfigError
@@ -31,9 +32,7 @@ def test_similar_chip_has_the_same_compute_rates():
 
 def test_measured_rates_take_precedence(tmp_path):
     assert rates_of("cpu", tmp_path) == NOMINAL_CPU
-    path = rates_path(tmp_path, "cpu")
-    path.parent.mkdir(parents=True)
-    path.write_text(to_json(NOMINAL_CPU).replace("nominal", "measured"))
+    write(rates_path(tmp_path, "cpu"), to_json(NOMINAL_CPU).replace("nominal", "measured"))
     assert rates_of("cpu", tmp_path).source == "measured"
     assert rates_of("h200", tmp_path) == H200
 
@@ -49,9 +48,7 @@ def test_measured_rates_take_precedence(tmp_path):
     ],
 )
 def test_damaged_rates_file_is_named_in_one_line(tmp_path, text, message):
-    path = rates_path(tmp_path, "h200")
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
+    path = write(rates_path(tmp_path, "h200"), text)
     with pytest.raises(ConfigError) as caught:
         rates_of("h200", tmp_path)
     assert message in str(caught.value)
@@ -65,7 +62,5 @@ def test_gpu_that_is_not_in_the_table_has_rates_that_predict_nothing(tmp_path):
     assert nominal == nominal_rates("rtx-4080")
     assert (nominal.gpu, "llmb-run probe" in nominal.source) == ("rtx-4080", True)
     assert (nominal_rates("h100"), nominal_rates("cpu")) == (None, NOMINAL_CPU)
-    path = rates_path(tmp_path, "rtx-4080")
-    path.parent.mkdir(parents=True)
-    path.write_text(to_json(replace(nominal, matmul_tflops=160.0, source="measured")))
+    write(rates_path(tmp_path, "rtx-4080"), to_json(replace(nominal, matmul_tflops=160.0, source="measured")))
     assert rates_of("rtx-4080", tmp_path).matmul_tflops == 160.0

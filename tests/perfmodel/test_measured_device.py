@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from test_probe_record import write
 
 from llmb.config.overrides import from_arguments
 from llmb.config.resolve import resolve
@@ -17,9 +18,7 @@ from llmb.perfmodel.step_time.measured_device import measured_device
 
 def predicted(recipes, tmp_path, gpu, workload="pretrain_llama3.1", dtype="bf16", **changes):
     """Return the prediction of Llama 8B on one GPU of 141 GB whose rates are those of an H200, or changed."""
-    path = rates_path(tmp_path, gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(replace(H200, gpu=gpu, source="measured on n1", **changes)))
+    write(rates_path(tmp_path, gpu), to_json(replace(H200, gpu=gpu, source="measured on n1", **changes)))
     settings = tuple(from_arguments(["num_requests=64", "max_batch_size=32"])) if "inference" in workload else ()
     memory = None if gpu == "h200" else 139 << 30
     request = RunRequest(size="8b", dtype=dtype, gpus=1, gpu=gpu, gpu_memory_bytes=memory, settings=settings)

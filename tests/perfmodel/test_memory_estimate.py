@@ -7,17 +7,7 @@ import pytest
 from published_models import DEEPSEEK, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import (
-    Inference,
-    Machine,
-    Model,
-    OutOfCore,
-    Parallel,
-    Precision,
-    RunConfig,
-    Training,
-    Workload,
-)
+from llmb.config.spec import Inference, Machine, Model, OutOfCore, Parallel, Precision, RunConfig, Training, Workload
 from llmb.errors import ConfigError
 from llmb.perfmodel import memory_estimate, params
 from llmb.perfmodel.hardware import GIB
@@ -171,7 +161,6 @@ def test_published_configurations_are_within_reach(
     """Each of these ran under Megatron: the estimate is 60 to 109 % of the GPU's memory."""
     assert Parallel(**layout).world_size == gpus
     memory = estimate(model, gpu, gpus, work, engine="megatron_bridge", **layout)
-    assert memory.device_budget is not None
     assert 0.595 < memory.total / memory.device_budget < 1.09
 
 
@@ -194,7 +183,6 @@ def test_published_serving_configurations_fit(gpu: str, gpus: int, dtype: str, w
     memory = estimate(DEEPSEEK, gpu, gpus, work, dtype=dtype, engine="trtllm", **layout)
     assert memory.fits
     assert memory.gradients == memory.optimizer == 0
-    assert memory.device_budget is not None
     assert memory.kv_cache <= work.kv_fraction * (memory.device_budget - memory.weights - memory.activations)
 
 
@@ -206,11 +194,6 @@ def test_serving_weights_by_dtype() -> None:
     assert bf16.weights - fp8.weights == blocks
     assert fp8.weights - nvfp4.weights == blocks * (1 - 0.5625)
     assert bf16.kv_cache == 64 * 2000 * 131_072
-
-
-def test_kv_heads_limit_how_far_the_cache_is_split() -> None:
-    work = serve(1000, 1000, 8, 8, 8192, 0.9, False)
-    assert estimate(LLAMA_8B, "h200", 16, work, tp=16).kv_cache == estimate(LLAMA_8B, "h200", 8, work, tp=8).kv_cache
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from dense_cases import DENSE_CASES
 from llama_plans import LLAMA_8B, TINY, plan_of
 from mixture_cases import MIXTURE_CASES
 
-from llmb.config.offload_plan import Plan
 from llmb.perfmodel.offload.buffers import ParamBuckets, buffer_bytes, padded_numel
 from llmb.perfmodel.params import parameters
 
@@ -52,5 +51,5 @@ def test_fp32_takes_twice_the_bytes():
 
 
 def test_step_is_divided_into_rounds_groups_and_chunks():
-    plan: Plan = plan_of(seqlen=1000, gbs=5, chunk_tokens=300, seqs_per_group=1, groups_per_round=2)
+    plan = plan_of(seqlen=1000, gbs=5, chunk_tokens=300, seqs_per_group=1, groups_per_round=2)
     assert (plan.groups, plan.rounds, plan.chunks_per_group, plan.chunks_per_round) == (5, 3, 4, 8)

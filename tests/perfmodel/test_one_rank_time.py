@@ -28,10 +28,6 @@ def _config(recipes, workload: str, size: str, gpus: int, rank: int | None = Non
     return resolve(recipes[workload], RunRequest(size=size, dtype="fp8", gpus=gpus, gpu="h100", one_rank=request))
 
 
-def on_rank(config: RunConfig, rank: int) -> RunConfig:
-    return replace(config, one_rank=replace(config.one_rank, rank=rank))
-
-
 def test_tp_takes_its_bytes_over_nvlink_and_is_not_hidden(llama):
     sent = sum(t.bytes for t in step_traffic(llama, 7) if t.dimension == "tp") * 3 / 4  # a ring of four
     modelled = one_rank_time(llama, 10.0)
@@ -43,8 +39,8 @@ def test_kinds_are_those_of_the_layout(recipes, llama):
     grok = one_rank_time(_config(recipes, "pretrain_grok1", "314b", 512), 10.0)
     assert set(grok.communication_s) == {"tp", "cp", "ep", "pp", "dp"}
     assert grok.total_s == pytest.approx(sum(grok.communication_s.values()) + grok.bubble_s)
-    fsdp = _config(recipes, "pretrain_llama3.1", "8b", 8)
-    assert set(one_rank_time(fsdp, 10.0).communication_s) == {"fsdp"}
+    fsdp = one_rank_time(_config(recipes, "pretrain_llama3.1", "8b", 8), 10.0)
+    assert (set(fsdp.communication_s), fsdp.bubble_s) == ({"fsdp"}, 0.0)  # no pipeline, no bubble
 
 
 def test_gradients_that_no_micro_batch_hides_are_added(recipes):
@@ -69,9 +65,6 @@ def test_any_stage_predicts_the_same_step_if_time_is_proportional_to_work(llama)
     steps = []
     for stage in (0, 3, 7):
         measured = rank_flops(config, stage) / rate
-        steps.append(measured + one_rank_time(on_rank(config, stage * 8), measured).bubble_s)
+        on_rank = replace(config, one_rank=replace(config.one_rank, rank=8 * stage))
+        steps.append(measured + one_rank_time(on_rank, measured).bubble_s)
     assert steps == pytest.approx([steps[0]] * 3)
-
-
-def test_no_pipeline_has_no_bubble(recipes):
-    assert one_rank_time(_config(recipes, "pretrain_nemotronh", "56b", 32), 10.0).bubble_s == 0.0

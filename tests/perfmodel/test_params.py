@@ -18,8 +18,6 @@ from published_models import (
 from llmb.config.spec import Model, Precision
 from llmb.perfmodel import params
 
-# Parameters
-
 
 @pytest.mark.parametrize(
     ("model", "expected"),

@@ -43,9 +43,7 @@ def test_fixed_choices_are_kept_and_recorded(recipes):
     work = config.workload
     assert (work.plan.gbs, work.plan.chunk_tokens, work.plan.resident_params) == (3, 512, 0)
     assert work.plan.update_at == "forward"  # only then the norm of all gradients is known
-    assert {o.field for o in config.overrides} == {
-        "gbs", "chunk_tokens", "resident_params", "update", "clip",
-    }  # fmt: skip
+    assert {o.field for o in config.overrides} == {"gbs", "chunk_tokens", "resident_params", "update", "clip"}
 
 
 @pytest.mark.slow

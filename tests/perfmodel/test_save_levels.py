@@ -27,16 +27,15 @@ def test_levels_match_the_counts(layers, groups, chunks, shares):
     assert actual.endswith("A" * light + "F" * whole)
 
 
-def test_full_saves_are_spread_evenly():
-    assert save_levels(8, 1, 1, whole=0, light=0, full=4, attention=4) == "AFAFAFAF"
-
-
-def test_first_chunks_of_a_sequence_recompute_their_attention():
-    actual = save_levels(4, 4, 4, whole=0, light=0, full=0, attention=8)
-    assert [actual[layer * 4 : layer * 4 + 4] for layer in range(4)] == ["IIAA"] * 4
-
-
-@pytest.mark.parametrize("attention", [1, 2, 3])
-def test_uneven_saves_are_scattered(attention):
-    actual = save_levels(4, 1, 1, whole=0, light=0, full=0, attention=attention)
-    assert actual == {1: "AIII", 2: "AIAI", 3: "AAAI"}[attention]
+@pytest.mark.parametrize(
+    ("layers", "chunks", "full", "attention", "levels"),
+    [
+        (8, 1, 4, 4, "AFAFAFAF"),
+        (4, 1, 0, 1, "AIII"),
+        (4, 1, 0, 2, "AIAI"),
+        (4, 1, 0, 3, "AAAI"),
+        (4, 4, 0, 8, "IIAA" * 4),  # first chunks of a sequence recompute their attention
+    ],
+)
+def test_saves_are_spread_evenly(layers, chunks, full, attention, levels):
+    assert save_levels(layers, chunks, chunks, whole=0, light=0, full=full, attention=attention) == levels

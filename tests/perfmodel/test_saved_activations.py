@@ -3,23 +3,17 @@
 from dataclasses import replace
 
 import pytest
+from step_setups import step_setup
 
-from llmb.config.spec import Parallel
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.step_time.predictor import predict, run_config, step_memory
 from llmb.perfmodel.step_time.saved_activations import saved_fraction
-from llmb.perfmodel.step_time.step_setup import StepSetup
 
-LLAMA = StepSetup(
-    shape=find_model("llama3.1-70b"), gpu="h100", gpus=8, dtype="bf16", seqlen=4096, mbs=1, gbs=32,
-    parallel=Parallel(tp=2, pp=4, vp=20), engine="megatron-2024",
+LLAMA = step_setup(
+    "llama3.1-70b", "h100", 8, "bf16", seqlen=4096, gbs=32, tp=2, pp=4, vp=20, engine="megatron-2024"
 )  # fmt: skip
-DEEPSEEK = StepSetup(
-    shape=find_model("deepseek-v3"), gpu="gb200", gpus=256, dtype="bf16", seqlen=4096, mbs=1, gbs=2048,
-    parallel=Parallel(pp=4, vp=4, ep=64),
-)  # fmt: skip
+DEEPSEEK = step_setup("deepseek-v3", "gb200", 256, "bf16", seqlen=4096, gbs=2048, pp=4, vp=4, ep=64)
 
 
 def test_a_dense_model_in_bf16_saves_what_the_estimate_assumes():

@@ -55,12 +55,8 @@ def test_recomputation_adds_a_third_of_the_flops() -> None:
 def test_recomputed_explicit_layers_do_not_recompute_attention(tp: int) -> None:
     m = LLAMA_70B
     plain, recomputed = (rank_flops(run(m, recompute_layers=layers, tp=tp)) for layers in (0, 80))
-    queries, output, gate_and_up = (
-        m.hidden * m.heads * m.head_dim,
-        m.heads * m.head_dim * m.hidden,
-        2 * m.hidden * m.ffn,
-    )
-    assert recomputed - plain == pytest.approx(80 * 8192 * 2 * (queries + output + gate_and_up) / tp)
+    queries_and_output, gate_and_up = 2 * m.hidden * m.heads * m.head_dim, 2 * m.hidden * m.ffn
+    assert recomputed - plain == pytest.approx(80 * 8192 * 2 * (queries_and_output + gate_and_up) / tp)
 
 
 def test_replicas_and_experts_are_sharded() -> None:

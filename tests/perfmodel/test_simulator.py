@@ -29,11 +29,8 @@ def test_weights_gradients_and_state_cross_the_link_as_often_as_they_must(update
         RESIDENT, resident_params=0, resident_grads=0, resident_states=0, param_blocks=5, grad_blocks=5, state_blocks=2,
         update_at=update_at,
     )  # fmt: skip
-    simulation, sizes, buckets = (
-        simulate(LLAMA_8B, plan, H200),
-        buffer_bytes(LLAMA_8B, plan),
-        ParamBuckets(LLAMA_8B).count,
-    )
+    simulation, sizes = simulate(LLAMA_8B, plan, H200), buffer_bytes(LLAMA_8B, plan)
+    buckets = ParamBuckets(LLAMA_8B).count
     vocabulary = buckets - 32
     params = plan.rounds * (2 * 32 + vocabulary)
     grads = (plan.rounds - 1) * buckets + (buckets if update_at == "forward" else 0)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from step_setups import step_setup
 
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.block_costs import BLOCK_COSTS
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.pipeline_schedule import bubble
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
 from llmb.perfmodel.step_time.collective_time import Transfer, rank_traffic
@@ -21,31 +21,15 @@ from llmb.perfmodel.step_time.published_rows import engine_of, is_possible, pars
 from llmb.perfmodel.step_time.saved_activations import saved_fraction
 from llmb.perfmodel.step_time.setup_fields import changed_device, parse_scales, scaled
 from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, calibrated, constants
-from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import block_counts, launched, rank_work, softmax_cost
 from llmb.perfmodel.step_time.waterfall import TERMS, step_terms, step_work, transfer_time
 
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
-LLAMA_70B = StepSetup(
-    shape=find_model("llama3.1-70b"), gpu="h100", gpus=64, dtype="fp8", seqlen=8192, mbs=1, gbs=128,
-    parallel=Parallel(tp=4, pp=4, cp=2, vp=5),
-)  # fmt: skip
-LLAMA_8B = StepSetup(
-    shape=find_model("llama3.1-8b"), gpu="h100", gpus=8, dtype="bf16", seqlen=8192, mbs=1, gbs=128,
-    parallel=Parallel(fsdp=True),
-)  # fmt: skip
-GROK = StepSetup(
-    shape=find_model("grok1"), gpu="gb200", gpus=128, dtype="bf16", seqlen=8192, mbs=1, gbs=256,
-    parallel=Parallel(tp=4, ep=8, etp=4),
-)  # fmt: skip
-QWEN = StepSetup(
-    shape=find_model("qwen3-30b-a3b"), gpu="b200", gpus=64, dtype="fp8-mx", seqlen=4096, mbs=1, gbs=512,
-    parallel=Parallel(ep=64),
-)  # fmt: skip
-NEMOTRON_H = StepSetup(
-    shape=find_model("nemotron-h-56b"), gpu="h100", gpus=32, dtype="fp8", seqlen=8192, mbs=1, gbs=96,
-    parallel=Parallel(tp=8),
-)  # fmt: skip
+LLAMA_70B = step_setup("llama3.1-70b", "h100", 64, "fp8", gbs=128, tp=4, pp=4, cp=2, vp=5)
+LLAMA_8B = step_setup("llama3.1-8b", "h100", 8, "bf16", gbs=128, fsdp=True)
+GROK = step_setup("grok1", "gb200", 128, "bf16", gbs=256, tp=4, ep=8, etp=4)
+QWEN = step_setup("qwen3-30b-a3b", "b200", 64, "fp8-mx", seqlen=4096, gbs=512, ep=64)
+NEMOTRON_H = step_setup("nemotron-h-56b", "h100", 32, "fp8", gbs=96, tp=8)
 SETUPS = (LLAMA_70B, LLAMA_8B, GROK, QWEN, NEMOTRON_H)
 
 
@@ -127,10 +111,7 @@ def test_data_parallel_bytes_of_a_replicated_model(engine, gradient_bytes):
 
 def test_multi_token_prediction_adds_a_layer_and_a_head():
     """DeepSeek-V3 at 4,096 tokens: 249.8 GFLOP a token without, 260.0 with its prediction layer, as published."""
-    setup = StepSetup(
-        shape=find_model("deepseek-v3"), gpu="gb200", gpus=64, dtype="bf16", seqlen=4096, mbs=1, gbs=64,
-        parallel=Parallel(ep=64),
-    )  # fmt: skip
+    setup = step_setup("deepseek-v3", "gb200", 64, "bf16", seqlen=4096, gbs=64, ep=64)
     without = replace(setup, shape=replace(setup.shape, mtp_depth=0))
     tokens = setup.gbs * setup.seqlen
     assert model_flops(without) / tokens == pytest.approx(249.8e9, rel=1e-3)
@@ -142,10 +123,7 @@ def test_multi_token_prediction_adds_a_layer_and_a_head():
 
 def test_latent_experts_work_and_travel_at_their_width():
     """Nemotron 3 Super: 84.7 GFLOP a token published; a token of 1,024 values travels to 22 experts."""
-    setup = StepSetup(
-        shape=find_model("nemotron3-super"), gpu="gb200", gpus=64, dtype="bf16", seqlen=8192, mbs=1, gbs=64,
-        parallel=Parallel(ep=64), dispatcher="hybridep",
-    )  # fmt: skip
+    setup = step_setup("nemotron3-super", "gb200", 64, "bf16", gbs=64, ep=64, dispatcher="hybridep")
     assert model_flops(setup) / setup.gbs / setup.seqlen == pytest.approx(84.7e9, rel=0.01)
     routed = [gemm for gemm in block_gemms(setup, "experts") if gemm.count > 1]
     assert [(gemm.n, gemm.k) for gemm in routed] == [(2688, 1024), (1024, 2688)]
@@ -172,9 +150,7 @@ def test_the_first_micro_batch_has_no_all_to_all_to_overlap_with():
 
 def test_offloaded_activations_take_time_where_the_link_is_slow():
     """40 of 80 layers of 70b: hidden behind the compute of a GB200, whose host link is seven times that of an H100."""
-    shape = find_model("llama3.1-70b")
-    setup = StepSetup(shape=shape, gpu="gb200", gpus=64, dtype="fp8", seqlen=8192, mbs=2, gbs=256,
-                      parallel=Parallel(fsdp=True), offload_layers=40)  # fmt: skip
+    setup = step_setup("llama3.1-70b", "gb200", 64, "fp8", mbs=2, gbs=256, fsdp=True, offload_layers=40)
     assert predict(setup).terms["offload"] == 0
     slow = predict(replace(setup, gpu="h100"))
     copy = 40 * saved_bytes_per_token(setup) * 2 * 8192 / (64e9 * calibrated()["host_link"])

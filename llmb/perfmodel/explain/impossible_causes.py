@@ -19,12 +19,9 @@ def holds(limits: list[Limit]) -> bool:
     return all(limit.fraction <= 1 for limit in limits)
 
 
-def serving_causes(setup: ServingSetup, figures: ServedFigures) -> list[str]:
-    """Return what would explain an impossible serving figure, the usual suspects first."""
-    return list(_serving_causes(setup, figures))
+def serving_causes(setup: ServingSetup, figures: ServedFigures) -> Iterator[str]:
+    """Yield what would explain an impossible serving figure, the usual suspects first."""
 
-
-def _serving_causes(setup: ServingSetup, figures: ServedFigures) -> Iterator[str]:
     def possible(changed: ServedFigures) -> bool:
         return holds(serving_limits(setup, changed))
 
@@ -55,12 +52,9 @@ def _serving_causes(setup: ServingSetup, figures: ServedFigures) -> Iterator[str
             break
 
 
-def training_causes(amount: StepAmount, step_time_s: float, micro_batches: int = 1) -> list[str]:
-    """Return what would explain an impossible step time."""
-    return list(_training_causes(amount, step_time_s, micro_batches))
+def training_causes(amount: StepAmount, step_time_s: float, micro_batches: int = 1) -> Iterator[str]:
+    """Yield what would explain an impossible step time."""
 
-
-def _training_causes(amount: StepAmount, step_time_s: float, micro_batches: int) -> Iterator[str]:
     def possible(changed: StepAmount, seconds: float = step_time_s) -> bool:
         return holds(training_limits(changed, seconds))
 

@@ -24,15 +24,13 @@ def serving_matches(
 ) -> list[PublishedMatch]:
     """Return published output tokens/s/GPU; `measured` is per GPU too."""
     matches = []
-    for recipe, row in _references(recipes, model, gpu, dtype):
-        if row.get("output_tokens_per_s"):
-            value = row["output_tokens_per_s"] / row["gpus"]
-            isl, osl = _lengths(recipe, row)
-            ratio = measured / value if (isl, osl) == lengths else None
-            run = f"{isl}/{osl}, {row['gpus']} GPUs"
-            matches.append(
-                PublishedMatch(metric="output tokens/s/GPU", value=value, ratio=ratio, run=run, source=row["source"])
-            )
+    for recipe, row, value in _published(recipes, model, gpu, dtype, "output_tokens_per_s"):
+        isl, osl = _lengths(recipe, row)
+        ratio = measured / value if (isl, osl) == lengths else None
+        run = f"{isl}/{osl}, {row['gpus']} GPUs"
+        matches.append(
+            PublishedMatch(metric="output tokens/s/GPU", value=value, ratio=ratio, run=run, source=row["source"])
+        )
     return sorted(matches, key=lambda match: match.ratio is None)
 
 
@@ -40,27 +38,24 @@ def training_matches(
     recipes: Iterable[Recipe], model: Model, gpu: str, dtype: str, tokens_per_s_per_gpu: float
 ) -> list[PublishedMatch]:
     """Return published tokens/s/GPU of the same model; recipes scale weakly, so any number of GPUs compares."""
-    matches = []
-    for _, row in _references(recipes, model, gpu, dtype):
-        if row.get("tokens_per_s"):
-            value = row["tokens_per_s"] / row["gpus"]
-            matches.append(
-                PublishedMatch(
-                    metric="tokens/s/GPU", value=value, ratio=tokens_per_s_per_gpu / value, run=f"{row['gpus']} GPUs",
-                    source=row["source"],
-                )
-            )  # fmt: skip
-    return matches
+    return [
+        PublishedMatch(
+            metric="tokens/s/GPU", value=value, ratio=tokens_per_s_per_gpu / value, run=f"{row['gpus']} GPUs",
+            source=row["source"],
+        )
+        for _, row, value in _published(recipes, model, gpu, dtype, "tokens_per_s")
+    ]  # fmt: skip
 
 
-def _references(
-    recipes: Iterable[Recipe], model: Model, gpu: str, dtype: str
-) -> Iterator[tuple[Recipe, Mapping[str, Any]]]:
+def _published(
+    recipes: Iterable[Recipe], model: Model, gpu: str, dtype: str, rate: str
+) -> Iterator[tuple[Recipe, Mapping[str, Any], float]]:
+    """Yield the published results that have this rate, each with its recipe and the rate per GPU."""
     for recipe in recipes:
         sizes = {size for size in recipe.sizes if recipe.model(size).name == model.name}
         for row in recipe.references:
-            if row["size"] in sizes and row["gpu"] == gpu and row["dtype"] == dtype:
-                yield recipe, row
+            if row["size"] in sizes and row["gpu"] == gpu and row["dtype"] == dtype and row.get(rate):
+                yield recipe, row, row[rate] / row["gpus"]
 
 
 def _lengths(recipe: Recipe, reference: Mapping[str, Any]) -> tuple[int | None, int | None]:
