@@ -261,7 +261,8 @@ class ActivationSizes:
         Logits are replaced by their gradients in place.
         """
         logits = self.value_bytes * min(CHUNK_TOKENS, self.tokens) * self.model.vocab / self.parallel.tp
-        logits *= 1 if self.model.logit_softcap is None else 2  # the derivative of the softcap
+        if self.parallel.tp > 1 and self.model.logit_softcap is not None:
+            logits *= 2  # the derivative of the softcap, which else is computed with the gradient
         local = self.residual if self.parallel.tp > 1 else 0.0
         return logits + self.tokens * self.model.hidden * self.value_bytes + local
 

@@ -29,11 +29,7 @@ from llmb.runtime.synthetic_tokens import synthetic_tokens
 
 pytestmark = NEEDS_GPU
 
-CASES = [
-    model
-    for model in (*DENSE_CASES, *MIXTURE_CASES)
-    if not has_plain_layers(model) and model.attn_logit_softcap is None
-]
+CASES = [model for model in (*DENSE_CASES, *MIXTURE_CASES) if not has_plain_layers(model)]
 # Of the width of Qwen3-1.7B, with fewer layers.
 QWEN3 = Model(
     name="qwen3", architecture="qwen3", layers=8, hidden=2048, ffn=6144, heads=16, kv_heads=8, head_dim=128,
@@ -42,6 +38,12 @@ QWEN3 = Model(
 MIXTURE = replace(
     QWEN3, name="mixture", architecture="qwen3_moe", layers=4, tied_embeddings=False, vocab=32000,
     experts=MoEConfig(count=32, top_k=4, ffn=768),
+)  # fmt: skip
+# Of the width of Gemma 2 2B, with fewer layers and a window shorter than the sequences here.
+GEMMA2 = Model(
+    name="gemma2", architecture="gemma2", layers=4, hidden=2304, ffn=9216, heads=8, kv_heads=4, head_dim=256,
+    vocab=32000, activation="gelu", post_norms=True, tied_embeddings=True, norm_eps=1e-6, embedding_scale=48.0,
+    attn_logit_softcap=50.0, logit_softcap=30.0, attention_pattern="SF", window=700,
 )  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def test_small_models_train_as_on_cpu(model: Model, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [QWEN3, MIXTURE], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [QWEN3, MIXTURE, GEMMA2], ids=lambda model: model.name)
 def test_first_loss_and_gradient_norm_are_those_in_memory(model: Model) -> None:
     """In bf16 with the same weights; attention in chunks, and the sums of gradients, round differently."""
     trainer = trainer_of(model, streaming_plan(model), device=GPU, initial=True)
@@ -113,7 +115,7 @@ def test_fp8_of_qwen3_follows_bf16() -> None:
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
 
 
-@pytest.mark.parametrize("model", [QWEN3, MIXTURE], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [QWEN3, MIXTURE, GEMMA2], ids=lambda model: model.name)
 def test_steps_never_synchronize(model: Model) -> None:
     trainer = trainer_of(model, streaming_plan(model), device=GPU, initial=True)
     trainer.step(1)  # compiles kernels and allocates pinned memory
@@ -125,7 +127,7 @@ def test_steps_never_synchronize(model: Model) -> None:
 
 
 @pytest.mark.exclusive  # the host and device budgets
-@pytest.mark.parametrize("model", [QWEN3, MIXTURE], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [QWEN3, MIXTURE, GEMMA2], ids=lambda model: model.name)
 def test_run_keeps_its_budgets(model: Model, tmp_path: Path) -> None:
     budgets = {"seqlen": 8192, "host_gib": 12.0, "device_gib": 8.0, "gbs": 8}
     result = best_plan(model, PlanConstraints(dtype="bf16", update="stochastic", **budgets), H200)

@@ -1,4 +1,4 @@
-"""Models whose layers autograd computes train out of core as in memory: biases, norms, windows, sinks, experts.
+"""Models whose layers autograd computes train out of core as in memory: biases, norms, windows, softcaps, experts.
 
 Buffers are the fewest with which a step can be computed, so that every layer is evicted, and streams run in odd orders
 that keep only what the program declares. All memory begins as NaN.
@@ -20,11 +20,12 @@ from reference_training import (
     trainer_of,
 )  # fmt: skip
 from shuffled_streams import ShuffledStreams
+from small_models import grok1_model
 
 from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
+from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.perfmodel.offload.buffers import ParamBuckets
@@ -43,7 +44,11 @@ def is_computed(model: Model) -> bool:
 
 
 COMPUTED = [model for model in TABLE_MODELS if is_computed(model)]
-CASES = [model for model in COMPUTED if not has_llama_layers(model)]
+GROK_1 = grok1_model(
+    name="no-aux-loss", logit_scale=0.6, embedding_scale=5.0, rope=RopeConfig(theta=10_000.0),
+    experts=MoEConfig(count=8, top_k=2, ffn=40, renormalise=False, aux_loss=0.0),
+)  # fmt: skip
+CASES = [*(model for model in COMPUTED if not has_llama_layers(model)), GROK_1]
 POST_NORMS = replace(UNTIED, name="post-norms", architecture="gemma3", qk_norm="head", post_norms=True)
 
 
@@ -62,7 +67,7 @@ def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_architecture_that_is_not_refused_is_compared() -> None:
     architectures = {model.architecture for model in CASES}
-    assert architectures == {"llama", "olmo2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"}
+    assert architectures == {"llama", "olmo2", "gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "grok1"}
 
 
 @pytest.mark.parametrize("model", CASES, ids=lambda model: f"{model.architecture}-{model.name}")
@@ -96,8 +101,8 @@ def test_named_parameters_are_those_of_the_network(model: Model) -> None:
     assert ranks == sorted(ranks, reverse=True)  # those with weight decay first
 
 
-def test_scaled_embeddings_of_plain_layers() -> None:
-    model = replace(TIED, name="scaled", embedding_scale=5.0)
+def test_scaled_embeddings_and_logits_of_plain_layers() -> None:
+    model = replace(TIED, name="scaled", embedding_scale=5.0, logit_scale=0.5, logit_softcap=3.0)
     assert has_llama_layers(model)
     assert_trains_as_reference(model, plan_of(model), STEPS, streams=ShuffledStreams(5))
 
@@ -113,8 +118,8 @@ def test_bf16_follows_fp32(update: str) -> None:
 @pytest.mark.parametrize(
     ("model", "dtype", "message"),
     [
-        (replace(UNTIED, attn_logit_softcap=30.0), "bf16", "does not compute attn_logit_softcap=30.0 of small"),
-        (replace(UNTIED, logit_softcap=30.0), "bf16", "does not compute logit_softcap=30.0"),
+        (replace(UNTIED, gated=False), "bf16", "does not compute gated=False of small"),
+        (replace(UNTIED, attn_logit_softcap=30.0), "fp8", "in fp8: .* attn_logit_softcap of small must be None"),
         (POST_NORMS, "fp8", "in fp8: .* post_norms of post-norms must be False, got True; use dtype=bf16"),
     ],
 )

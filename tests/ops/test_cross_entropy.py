@@ -23,13 +23,15 @@ def exact(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]
     return losses, grad
 
 
-def test_reference_matches_autograd() -> None:
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_reference_matches_autograd(softcap: float | None) -> None:
     logits, labels = inputs(8, 11, 3.0)
     leaf = logits.double().requires_grad_()
-    expected = F.cross_entropy(leaf, labels, reduction="none", ignore_index=-100)
+    final_logits = leaf if softcap is None else softcap * torch.tanh(leaf / softcap)
+    expected = F.cross_entropy(final_logits, labels, reduction="none", ignore_index=-100)
     (expected_grad,) = torch.autograd.grad(expected.sum() * 0.25, leaf)
     grad, losses = logits.double(), torch.empty(8, dtype=torch.float64)
-    cross_entropy_grad_(grad, labels, 0.25, losses)
+    cross_entropy_grad_(grad, labels, 0.25, losses, softcap)
     torch.testing.assert_close(losses, expected.detach())
     torch.testing.assert_close(grad, expected_grad)
 

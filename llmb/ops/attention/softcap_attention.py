@@ -25,9 +25,12 @@ def kernel_supports(
     q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float, _window: int | None = None
 ) -> bool:
     """Return whether the Triton kernels take these arguments; a dry run always takes their place."""
-    head_dim = q_BHQD.shape[-1]
-    fits = head_dim in KERNEL_HEAD_DIMS and v_BHTD.shape[-1] == head_dim
-    return is_dry_run() or (fits and q_BHQD.dtype == torch.bfloat16 and softcap <= MAX_SOFTCAP)
+    return is_dry_run() or (v_BHTD.shape[-1] == q_BHQD.shape[-1] and kernel_takes_heads(q_BHQD, softcap))
+
+
+def kernel_takes_heads(q: Tensor, softcap: float) -> bool:
+    """Return whether the Triton kernels take heads of this width and dtype, and the softcap."""
+    return q.shape[-1] in KERNEL_HEAD_DIMS and q.dtype == torch.bfloat16 and softcap <= MAX_SOFTCAP
 
 
 @op(when=kernel_supports)

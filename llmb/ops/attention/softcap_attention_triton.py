@@ -23,6 +23,7 @@ from torch import Tensor
 
 from llmb.ops.attention.online_softmax_triton import LOG2_E
 from llmb.ops.attention.softcap_tiles import Tiles, tiles_for
+from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.dispatch import INTERPRETED, is_dry_run
 from llmb.ops.tensor_layout import dense_rows
 
@@ -318,6 +319,8 @@ def softcap_attention_triton(
 ) -> Tensor:
     """Compute `softcap_attention`; a dry run takes a fused attention of the same work and memory."""
     if is_dry_run():
+        if window is not None and q_BHQD.shape[2] == k_BHTD.shape[2]:
+            return window_attention(q_BHQD, k_BHTD, v_BHTD, scale, window)
         return F.scaled_dot_product_attention(q_BHQD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=True)
     return SoftcapAttention.apply(q_BHQD, k_BHTD, v_BHTD, scale, softcap, window)
 

@@ -33,10 +33,9 @@ class KernelTiles(NamedTuple):
 
 
 TILES = KernelTiles(Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(32, 64, 4, 3))
-# head_dim 256, where a row of a tile is 512 bytes. Shared memory in KiB, of Hopper's 227: forward q 64 and two stages of
-# k and v of 64 each; dq q and dy 128 and two stages of 32; dk and dv k and v 64 and three stages of q and dy of 32. In
-# each an accumulator of 128 x 256, or two of 64 x 256, takes half of the registers. `tests/ops/test_softcap_tiles.py`
-# compiles them for several GPUs.
+# head_dim 256, where a row of a tile is 512 bytes. Shared memory in KiB, of Hopper's 227: forward q 64, two stages of k
+# and v 64 each; dq q and dy 128, two stages of 32; dk and dv k and v 64, three stages of q and dy 32 each. Accumulators
+# of 128 x 256, or two of 64 x 256, take half of the registers. `tests/ops/test_softcap_tiles.py` compiles all tiles.
 WIDE_TILES = KernelTiles(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 3))
 WIDE_TILES_SMALL_MEMORY = KernelTiles(Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1))
 HOPPER_SHARED_BYTES = 227 << 10
@@ -49,5 +48,5 @@ def tiles_for(head_dim: int, device: torch.device) -> KernelTiles:
         return TILES
     if device.type != "cuda":
         return WIDE_TILES
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return WIDE_TILES if shared >= HOPPER_SHARED_BYTES else WIDE_TILES_SMALL_MEMORY
