@@ -146,8 +146,8 @@ class ActivationSizes:
         return self._gathered() + self.tokens * values
 
     def _gated_mlp(self, ffn: float) -> float:
-        """In bf16 gate and up only: silu(gate) * up is recomputed."""
-        if self.config.precision.dtype == "bf16" and self.model.activation == "silu":
+        """In bf16 gate and up only: activation(gate) * up is recomputed."""
+        if self.config.precision.dtype == "bf16":
             return self.tokens * ffn * 2 * self.value_bytes
         return self._gated(self.tokens, ffn, self.gemm_bytes)
 
