@@ -2,20 +2,24 @@
 
 Their best times, added up, are a row's ceiling; everything else a step does is above it. Products that take the same
 input are one call (q, k and v; gate and up). Routed experts are one GEMM of all routed tokens with the weights of
-one expert, which is as fast as balanced experts can be. A Mamba scan is the bytes that it must move. Embedding, router,
-norms, activations and the optimizer are left out, and so is recomputation.
+one expert, which is as fast as balanced experts can be. A Mamba scan is the bytes that it must move. Attention is
+without a softcap, which no library has. Embedding, router, norms, activations and the optimizer are left out, and so is
+recomputation.
 """
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Literal, TypeVar
 
 from llmb.config.spec import MambaConfig, MlaConfig, Model, RunConfig, Training
+from llmb.perfmodel.flops import attention_pairs
 from llmb.perfmodel.params import BYTES
 
 Way = Literal["forward", "input gradient", "weight gradient"]
 WAYS: tuple[Way, ...] = ("forward", "input gradient", "weight gradient")
 T = TypeVar("T")
 HEAD_ROWS = 8192  # of the logits that exist at once
+TOKEN_MULTIPLE = 64  # of sequences that stand for others with a window
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,28 @@ class AttentionCall:
     kv_heads: int
     key: int  # width of a head's queries and keys
     value: int
+    window: int | None = None  # sliding window, shorter than the sequence
 
     @property
     def flops(self) -> float:
         """Two products of each pair that counts going forward; five going back, three of them as wide as the keys."""
-        pairs = self.sequences * self.seqlen**2 / 2 * self.heads
+        pairs = self.sequences * attention_pairs(self.seqlen, "causal", self.window) * self.heads
         return 2.0 * pairs * (3 * self.key + 2 * self.value if self.backward else self.key + self.value)
+
+    @property
+    def causal_tokens(self) -> int:
+        """Length of the sequence that has as many pairs without a window."""
+        if self.window is None:
+            return self.seqlen
+        tokens = sqrt(2 * attention_pairs(self.seqlen, "causal", self.window))
+        return max(1, round(tokens / TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
 
     def __str__(self) -> str:
         width = f"{self.key}" if self.key == self.value else f"{self.key}/{self.value}"
         heads = f"{self.heads}/{self.kv_heads} heads of {width}"
-        return f"attention {'backward' if self.backward else 'forward'}, {self.sequences} x {self.seqlen}, {heads}"
+        window = "" if self.window is None else f", window of {self.window}"
+        way = "backward" if self.backward else "forward"
+        return f"attention {way}, {self.sequences} x {self.seqlen}, {heads}{window}"
 
 
 @dataclass(frozen=True)
@@ -94,8 +109,8 @@ def calls_of(config: RunConfig) -> dict[Call, int]:
         for rows, outputs, inputs in _products(model, kind, tokens) if count else ():
             for way in WAYS:
                 add(GemmCall(way, config.precision.dtype, rows, outputs, inputs), count)
-        for call in _mixing(model, kind, work) if count else ():
-            add(call, count)
+        for call, layers in _mixing(model, kind, count, work) if count else ():
+            add(call, layers)
     rows = min(tokens, HEAD_ROWS)
     for way in WAYS:
         add(GemmCall(way, "bf16", rows, model.vocab, model.hidden), tokens // rows)
@@ -145,18 +160,26 @@ def _latent_shapes(model: Model, latent: MlaConfig) -> list[tuple[int, int]]:
     ]
 
 
-def _mixing(model: Model, kind: str, work: Training) -> list[Call]:
-    """Return attention or scan of a block, forward and backward."""
+def _mixing(model: Model, kind: str, count: int, work: Training) -> list[tuple[Call, int]]:
+    """Return attention or scan of the blocks of a kind, forward and backward, and how many blocks have each."""
+    windowed = 0
     if kind == "attention":
         widths = (model.heads, model.kv_heads, model.head_dim, model.head_dim)
+        windowed = model.window_layers if model.window is not None and model.window < work.seqlen else 0
     elif kind == "mla":
         latent = _present(model.mla)
         widths = (model.heads, model.heads, latent.nope_dim + latent.rope_dim, latent.value_dim)
     elif kind == "mamba":
-        return [_scan(_present(model.mamba), work.mbs * work.seqlen, backward) for backward in (False, True)]
+        return [(_scan(_present(model.mamba), work.mbs * work.seqlen, backward), count) for backward in (False, True)]
     else:
         return []
-    return [AttentionCall(backward, work.mbs, work.seqlen, *widths) for backward in (False, True)]
+    layers = {None: count - windowed, model.window: windowed} if windowed else {None: count}
+    return [
+        (AttentionCall(backward, work.mbs, work.seqlen, *widths, window), number)
+        for window, number in layers.items()
+        for backward in (False, True)
+        if number
+    ]
 
 
 def _scan(mamba: MambaConfig, tokens: int, backward: bool) -> MemoryCall:

@@ -12,7 +12,8 @@ file is written after each. Peers need transformers; Liger-Kernel, torchtitan 0.
 them.
 
 Seconds on an H200: 410 in all. Rates 61; rows of Llama 8b 106 and 51, part `kernels` included, at 32k 18, Nemotron-H
-19, Grok-1 16 and 12, DeepSeek 13 and 12, Llama 1b 10; memory 26; peers 12, 13, 18 and 23. In parts:
+19, Grok-1 16 and 12, DeepSeek 13 and 12, Llama 1b 10; memory 26; peers 12, 13, 18 and 23. The four rows of Qwen3 and
+Gemma 2, of 14 seconds each behind their first step, come on top. In parts:
 `--only rates,rows,kernels` and `--only peers`, which knows no speed of ours.
 """
 

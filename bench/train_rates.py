@@ -8,6 +8,7 @@ Of cuBLAS's algorithms `llmb/ops/gemm/matmul.py` takes the fastest, of torch's k
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from math import inf
 from statistics import median
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_calls import AttentionCall, Call, GemmCall, MemoryCall, TimedCall
 
+from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.gemm.algorithm_trial import time_interleaved
 from llmb.ops.gemm.matmul import matmul
 from llmb.ops.quant.activation_quant import E4M3
@@ -97,15 +99,12 @@ def _fp8_way(call: GemmCall, operands: Operands) -> Candidate:
 
 
 def _attention_ways(call: AttentionCall, device: torch.device) -> list[Candidate]:
-    """Return torch's fused kernels that support the call; tokens before heads in memory, as projections write them."""
-    heads = {"q": (call.heads, call.key), "k": (call.kv_heads, call.key), "v": (call.kv_heads, call.value)}
-    q, k, v = (
-        torch.randn(call.sequences, call.seqlen, *shape, device=device, dtype=torch.bfloat16)
-        .transpose(1, 2)
-        .requires_grad_()
-        for shape in heads.values()
-    )
-    candidates = []
+    """Return torch's fused kernels that support the call.
+
+    Of those only FlashAttention has a window, so the others compute a sequence with as many pairs.
+    """
+    q, k, v = _random_heads(call, call.causal_tokens, device)
+    candidates = [] if call.window is None else [_windowed_way(call, call.window, device)]
     for backend in FUSED if device.type == "cuda" else (None,):
         with nullcontext() if backend is None else sdpa_kernel(backend):
             try:
@@ -118,6 +117,26 @@ def _attention_ways(call: AttentionCall, device: torch.device) -> list[Candidate
     if not candidates:
         raise RuntimeError(f"no fused kernel takes {call}")
     return candidates
+
+
+def _random_heads(call: AttentionCall, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v; tokens before heads in memory, as projections write them."""
+    q, k, v = (
+        torch.randn(call.sequences, tokens, heads, width, device=device, dtype=torch.bfloat16)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads, width in ((call.heads, call.key), (call.kv_heads, call.key), (call.kv_heads, call.value))
+    )
+    return q, k, v
+
+
+def _windowed_way(call: AttentionCall, window: int, device: torch.device) -> Candidate:
+    inputs = _random_heads(call, call.seqlen, device)
+    attend = partial(window_attention, *inputs, call.key**-0.5, window)
+    if call.backward:
+        out = attend()
+        return _backward(out, inputs, torch.randn_like(out))
+    return torch.no_grad()(attend)
 
 
 def _forward(call: AttentionCall, inputs: tuple[Tensor, Tensor, Tensor], backend: SDPBackend | None) -> Candidate:

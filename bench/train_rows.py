@@ -6,10 +6,12 @@ then a larger share of a step than in a long run, which accumulates more.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from llmb.config.huggingface.hf_config import from_hf_config
+from llmb.config.huggingface.model_recipe import model_recipe
 from llmb.config.overrides import from_arguments
-from llmb.config.recipe import load_all, shipped
+from llmb.config.recipe import Recipe, load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
@@ -19,6 +21,20 @@ STEPS = 100_000  # more than any row takes: who measures says when it is enough
 ENDLESS = (f"steps={STEPS}", f"window=1-{STEPS}")
 LLAMA, NEMOTRON = "pretrain_llama3.1", "pretrain_nemotronh"
 GROK, DEEPSEEK = "pretrain_grok1", "pretrain_deepseek-v3"
+QWEN3, GEMMA2 = "Qwen3-8B", "gemma-2-9b"  # no recipe: the published config.json
+HF_CONFIGS: dict[str, dict[str, Any]] = {
+    QWEN3: {
+        "model_type": "qwen3", "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "tie_word_embeddings": False, "vocab_size": 151936,
+    },
+    GEMMA2: {
+        "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336,
+        "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +42,7 @@ class Row:
     """One line of the table."""
 
     name: str
-    workload: str
+    workload: str  # a recipe of ours, or one of HF_CONFIGS
     size: str
     dtype: Dtype
     settings: tuple[str, ...]
@@ -45,6 +61,7 @@ class Row:
 
 
 FEWEST = 3  # steps of a row
+TINY_WINDOW = 16  # sliding window of a tiny model, shorter than its sequences
 SEQUENCES = 6  # a step of Llama 8b at 8,192 tokens in bf16, also within less memory
 
 NARROW = {"master_weights": "bf16", "gradients": "bf16", "moments": "bf16"}  # weights and moments rounded at random
@@ -53,6 +70,7 @@ _FP8 = (
     "fp8_fast_accum=true",
 )  # also in the backward pass, as torchao with row scales; `fp8_convergence.py` shows that it trains
 _8B = ("mbs=2", "save_norm_outputs=true", "cuda_graphs=true", *_NARROW)
+_8K = ("seqlen=8192", *_NARROW)
 _PROXY = ("balanced_experts=true", *_NARROW)
 ROWS = (
     Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="bf16", settings=(f"gbs={SEQUENCES}", *_8B),
@@ -77,6 +95,14 @@ ROWS = (
     Row(name="llama 1b 8k", workload=LLAMA, size="1b", dtype="bf16",
         settings=("mbs=8", "gbs=8", "cuda_graphs=true", *_NARROW),
         aim_share=0.90, floor_share=0.85, steps=6, seconds=9),
+    Row(name="qwen3 8b 8k", workload=QWEN3, size="8.19b", dtype="bf16", settings=("mbs=2", "gbs=4", *_8K),
+        aim_share=0.90, steps=3, seconds=14),
+    Row(name="qwen3 8b 8k", workload=QWEN3, size="8.19b", dtype="fp8", settings=("mbs=2", "gbs=4", *_8K, *_FP8),
+        aim_share=0.90, steps=3, seconds=14),
+    Row(name="gemma2 9b 8k", workload=GEMMA2, size="9.24b", dtype="bf16", settings=("mbs=1", "gbs=4", *_8K),
+        aim_share=0.90, steps=3, seconds=14),
+    Row(name="gemma2 9b 8k", workload=GEMMA2, size="9.24b", dtype="fp8", settings=("mbs=1", "gbs=4", *_8K, *_FP8),
+        aim_share=0.90, steps=3, seconds=14),
 )  # fmt: skip
 MEMORY_ROW = ROWS[0]
 HOST_GIB = 24  # of the host, for what a smaller device does not hold
@@ -94,7 +120,13 @@ def configuration(row: Row, gpu: str, settings: Sequence[str]) -> RunConfig:
         size=row.size, dtype=row.dtype, gpus=1, gpu=gpu, proxy="true-width" if row.true_width else None,
         settings=overrides,
     )  # fmt: skip
-    return resolve(load_all([shipped()])[row.workload], request)
+    return resolve(_recipe(row, gpu), request)
+
+
+def _recipe(row: Row, gpu: str) -> Recipe:
+    if row.workload in HF_CONFIGS:
+        return model_recipe(from_hf_config(HF_CONFIGS[row.workload], row.workload), "train", gpu, 1)
+    return load_all([shipped()])[row.workload]
 
 
 def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
@@ -102,8 +134,9 @@ def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
     experts = ["balanced_experts=true"] if row.true_width else []
     overrides = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *experts, *settings, *ENDLESS]))
     request = RunRequest(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=overrides)
-    config = resolve(load_all([shipped()])[row.workload], request)
-    return replace(config, model=replace(config.model, vocab=512))
+    config = resolve(_recipe(row, "cpu"), request)
+    window = None if config.model.window is None else TINY_WINDOW
+    return replace(config, model=replace(config.model, vocab=512, window=window))
 
 
 def within_memory(gib: float, gpu: str, tiny: bool) -> RunConfig:

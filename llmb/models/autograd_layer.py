@@ -92,7 +92,8 @@ class AutogradLayer:
         self._names = [f"layer.{name}" for name in names]
         self._sinks = names.index(SINKS) if SINKS in names else None
         self._before, self._behind = _BeforeAttention(layer), _BehindAttention(layer)
-        self.window, self.has_rope = attention_window(model, kind), kind != "N"
+        self.window, self.softcap = attention_window(model, kind), model.attn_logit_softcap
+        self.has_rope = kind != "N"
         self.head_dim, self.scale, self.key_block = model.head_dim, model.softmax_scale, key_block
 
     @torch.no_grad()
@@ -170,7 +171,7 @@ class AutogradLayer:
         chunk_kv, context_kv = self._chunk_and_context(kv, segments)
         buffers = None if attn is None else (self._heads(attn.out_NA), attn.lse_HN)
         out_NHD, lse_HN = segment_attention_forward(
-            q_NHD, *chunk_kv, *context_kv, segments, self.scale, self.key_block, buffers, self.window
+            q_NHD, *chunk_kv, *context_kv, segments, self.scale, self.key_block, buffers, self.window, self.softcap
         )
         if self._sinks is not None:
             lse_HN.copy_(add_sinks_(out_NHD, lse_HN, weights[self._sinks]))
@@ -202,13 +203,13 @@ class AutogradLayer:
         out_NHD = self._heads(attn.out_NA)
         if not accumulate_dkv and chunk_rows(segments).start == 0:  # no other chunk sees these keys
             return causal_backward(
-                dout_NHD, q_NHD, *chunk_kv, out_NHD, attn.lse_HN, segments, self.scale, self.window
+                dout_NHD, q_NHD, *chunk_kv, out_NHD, attn.lse_HN, segments, self.scale, self.window, self.softcap
             )  # fmt: skip
         (dk, dv), context_dkv = self._chunk_and_context(dkv, segments)
         dq_NHD = torch.empty_like(q_NHD)
         segment_attention_backward(
             dout_NHD, q_NHD, *chunk_kv, *context_kv, out_NHD, attn.lse_HN, segments, dq_NHD, dk, dv, *context_dkv,
-            accumulate_dkv, self.scale, self.key_block, self.window,
+            accumulate_dkv, self.scale, self.key_block, self.window, self.softcap,
         )  # fmt: skip
         return dq_NHD, dk.to(q_NHD.dtype), dv.to(q_NHD.dtype)
 

@@ -51,13 +51,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, tokens, chunk):
             rows = slice(start, start + chunk)
             grad_NV = matmul(hidden_NC[rows], head_VC.T)  # logits, until the loss is computed
-            derivative_NV = None if softcap is None else _softcap_(grad_NV, softcap)
             if combine_lse is None:
-                cross_entropy_grad_(grad_NV, labels_N[rows], 1 / tokens, losses_N[rows])
+                cross_entropy_grad_(grad_NV, labels_N[rows], 1 / tokens, losses_N[rows], softcap)
             else:
+                derivative_NV = None if softcap is None else _softcap_(grad_NV, softcap)
                 _vocab_parallel_loss(grad_NV, labels_N[rows], vocab_start, combine_lse, 1 / tokens, losses_N[rows])
-            if derivative_NV is not None:
-                grad_NV.mul_(derivative_NV)
+                if derivative_NV is not None:
+                    grad_NV.mul_(derivative_NV)
+                del derivative_NV
             if grad_hidden_NC is not None:
                 matmul(grad_NV, head_VC, out=grad_hidden_NC[rows])
             if needs_weight and grad_weight_VC is None:

@@ -181,6 +181,7 @@ class TaskRunner:
             [tensors[0] for tensors in params], batch.labels_T[_rows(chunk)], 1 / batch.num_labels,
             self._residual(operation, "dstream", -1), [tensors[0] for tensors in grads], grads[-1][1],
             self._accumulates(operation, self.buckets.head), losses_N, self.plan.loss_tokens,
+            self.model.logit_scale, self.model.logit_softcap,
         )  # fmt: skip
         self.stats.add_losses(losses_N)
 

@@ -2,7 +2,8 @@
 
     embed(tokens_N, shards, out_NC, scale)
     embed_backward(d_residual_NC, tokens_N, dshards, accumulate, scale)
-    head_loss(input_NC, norm_C, eps, shards, labels_N, scale, d_residual_NC, dshards, dnorm_C, accumulate, losses_N, n)
+    head_loss(input_NC, norm_C, eps, shards, labels_N, scale, d_residual_NC, dshards, dnorm_C, accumulate, losses_N, n,
+              logit_scale, logit_softcap)
 
 A vocabulary matrix comes in shards of consecutive rows, since each has its own buffer. The logits of `loss_tokens`
 tokens exist at a time; their gradients overwrite them, and are consumed before the next logits are computed. With tied
@@ -53,23 +54,30 @@ def head_loss(
     accumulate: bool,
     losses_N: Tensor,
     loss_tokens: int,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
 ) -> None:
     """Compute each token's loss, and the gradients of `scale` times their sum.
 
-    Tokens with a negative label are ignored. The gradients of head and norm are written, or added to.
+    Tokens with a negative label are ignored. The gradients of head and norm are written, or added to. Logits are
+    multiplied by `logit_scale`, and then soft-capped to +-logit_softcap if given.
     """
     gemms = LinearGemms()
     for first in range(0, len(input_NC), loss_tokens):
         rows_of_chunk = slice(first, first + loss_tokens)
         x_NC = rms_norm(input_NC[rows_of_chunk], norm_C, eps)
+        if logit_scale != 1.0:
+            x_NC.mul_(logit_scale)
         logits_NV = x_NC.new_empty(len(x_NC), sum(map(len, shards)))
         for rows, weight in _with_rows(shards):
             gemms.forward(x_NC, weight, out=logits_NV[:, rows])
-        cross_entropy_grad_(logits_NV, labels_N[rows_of_chunk], scale, losses_N[rows_of_chunk])
+        cross_entropy_grad_(logits_NV, labels_N[rows_of_chunk], scale, losses_N[rows_of_chunk], logit_softcap)
         for rows, dweight in _with_rows(dshards):
             gemms.weight_gradient(logits_NV[:, rows], x_NC, dweight, accumulate)
         for rows, weight in _with_rows(shards):  # the normed input is no longer needed: its gradient overwrites it
             gemms.input_gradient(logits_NV[:, rows], weight, out=x_NC, addend=x_NC if rows.start else None)
+        if logit_scale != 1.0:
+            x_NC.mul_(logit_scale)
         rms_norm_backward(
             x_NC, input_NC[rows_of_chunk], norm_C, eps, None, d_residual_NC[rows_of_chunk], dnorm_C, accumulate
         )

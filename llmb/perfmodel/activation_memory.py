@@ -147,8 +147,8 @@ class ActivationSizes:
         return self._gathered() + self.tokens * values
 
     def _gated_mlp(self, ffn: float) -> float:
-        """In bf16 gate and up only: silu(gate) * up is recomputed."""
-        if self.config.precision.dtype == "bf16" and self.model.activation == "silu":
+        """In bf16 gate and up only: activation(gate) * up is recomputed."""
+        if self.config.precision.dtype == "bf16":
             return self.tokens * ffn * 2 * self.value_bytes
         return self._gated(self.tokens, ffn, self.gemm_bytes)
 
@@ -262,7 +262,8 @@ class ActivationSizes:
         Logits are replaced by their gradients in place.
         """
         logits = self.value_bytes * min(CHUNK_TOKENS, self.tokens) * self.model.vocab / self.parallel.tp
-        logits *= 1 if self.model.logit_softcap is None else 2  # the derivative of the softcap
+        if self.parallel.tp > 1 and self.model.logit_softcap is not None:
+            logits *= 2  # the derivative of the softcap, which else is computed with the gradient
         local = self.residual if self.parallel.tp > 1 else 0.0
         return logits + self.tokens * self.model.hidden * self.value_bytes + local
 

@@ -69,7 +69,7 @@ class FusedGatedMlp(GatedMlp):
     """Gated MLP that saves half as many activations; its linear layers only hold the weights."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return gated_mlp(x_BTC, self.gate.weight, self.up.weight, self.down.weight)
+        return gated_mlp(x_BTC, self.gate.weight, self.up.weight, self.down.weight, self.activation)
 
 
 class Fp8Linear(nn.Linear):
@@ -112,7 +112,7 @@ def compute_in_bf16(network: Network) -> None:
     for block in network.modules():  # whose linear layers have no other forward pass yet
         if isinstance(block, Attention) and type(block.q) is nn.Linear:
             use_class(block, FusedQkvAttention)
-        if isinstance(block, GatedMlp) and type(block.gate) is nn.Linear and block.activation == "silu":
+        if isinstance(block, GatedMlp) and type(block.gate) is nn.Linear:
             use_class(block, FusedGatedMlp)
     for module in network.modules():
         if type(module) is nn.Linear:

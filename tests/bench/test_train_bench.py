@@ -57,6 +57,21 @@ def test_the_calls_of_llama_8b_by_hand():
     assert actual[calls.AttentionCall(True, 1, 8192, 32, 8, 128, 128)] == 32
 
 
+def test_layers_with_a_window_are_calls_of_their_own():
+    """Half of Gemma 2's layers; kernels without a window are timed on a sequence with as many pairs."""
+    (row,) = (row for row in rows.ROWS if row.title == "gemma2 9b 8k bf16")
+    actual = calls.calls_of(rows.configuration(row, "h200", []))
+    attention = {call: count for call, count in actual.items() if isinstance(call, calls.AttentionCall)}
+    shape = (1, 8192, 16, 8, 256, 256)
+    assert attention == {
+        calls.AttentionCall(backward, *shape, window): 21 for backward in (False, True) for window in (None, 4096)
+    }
+    full, windowed = (calls.AttentionCall(False, *shape, window) for window in (None, 4096))
+    assert windowed.flops == pytest.approx(0.75 * full.flops)
+    assert (full.causal_tokens, windowed.causal_tokens) == (8192, 7104)
+    assert windowed.causal_tokens**2 / 8192**2 == pytest.approx(0.75, rel=0.01)
+
+
 def test_only_the_stack_is_in_fp8():
     config = rows.configuration(rows.ROWS[1], "h200", ["mbs=1"])
     products = [call for call in calls.calls_of(config) if isinstance(call, calls.GemmCall)]

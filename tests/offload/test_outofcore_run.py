@@ -158,7 +158,7 @@ REFUSED = {
     "is for 10": with_work(seqlen=11),
     "clip=1.0 needs a plan that updates in the next forward pass": with_work(plan=replace(PLAN, update_at="backward")),
     "but its plan is for fp32": replace(CONFIG, precision=Precision(dtype="bf16")),
-    "does not compute logit_softcap=4.0 of tied": replace(CONFIG, model=replace(TIED, logit_softcap=4.0)),
+    "does not compute gated=False of tied": replace(CONFIG, model=replace(TIED, gated=False)),
     "level F in workload.plan.levels of tied": replace(CONFIG, model=replace(TIED, activation="gelu")),
     "more than host_gib=0.0001": with_work(host_gib=1e-4),
     "more than device_gib=0.0001": with_work(device_gib=1e-4),

@@ -28,11 +28,12 @@ from reference_training import (
     weights_in,
 )  # fmt: skip
 from shuffled_streams import ShuffledStreams
+from small_models import grok1_model
 
 from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.offload_plan import UPDATES, Plan
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.llama import Llama
@@ -51,7 +52,11 @@ def is_computed(model: Model) -> bool:
     return True
 
 
-COMPUTED = [model for model in TABLE_MODELS if is_computed(model) and not has_plain_layers(model)]
+GROK_1 = grok1_model(
+    name="no-aux-loss", logit_scale=0.6, embedding_scale=5.0, rope=RopeConfig(theta=10_000.0),
+    experts=MoEConfig(count=8, top_k=2, ffn=40, renormalise=False, aux_loss=0.0),
+)  # fmt: skip
+COMPUTED = [*(model for model in TABLE_MODELS if is_computed(model) and not has_plain_layers(model)), GROK_1]
 BY_AUTOGRAD = [model for model in COMPUTED if not has_llama_layers(model)]
 # Least buffers unless it says otherwise: five layers' worth of everything moves through one or two.
 PLANS = {
@@ -111,7 +116,7 @@ WITH_VECTORS = (
 NARROW = replace(UNTIED, name="narrow", ffn=16)
 FULL_HEADS = replace(UNTIED, name="full heads", kv_heads=4)
 SCALED_ROPE = replace(UNTIED, name="scaled RoPE", rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=16))
-SCALED = replace(TIED, name="scaled embeddings", embedding_scale=5.0)
+SCALED = replace(TIED, name="scaled ends", embedding_scale=5.0, logit_scale=0.5, logit_softcap=3.0)
 VOCABULARY = replace(UNTIED, name="many vocabulary shards", vocab=1000)
 POST_NORMS = replace(UNTIED, name="post-norms", architecture="gemma3", qk_norm="head", post_norms=True)
 CASES: list[tuple[Model, Plan | str, float | None]] = [
@@ -158,7 +163,7 @@ def test_every_variant_matches_ordinary_training(model: Model) -> None:
 
 def test_every_architecture_that_is_not_refused_is_compared() -> None:
     architectures = {model.architecture for model in BY_AUTOGRAD}
-    assert architectures == {"llama", "olmo2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"}
+    assert architectures == {"llama", "olmo2", "gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "grok1"}
 
 
 @pytest.mark.parametrize("model", BY_AUTOGRAD, ids=lambda model: f"{model.architecture}-{model.name}")
@@ -260,8 +265,8 @@ def test_step_with_non_finite_gradients_changes_nothing(update_at: str, clip: fl
 @pytest.mark.parametrize(
     ("model", "dtype", "message"),
     [
-        (replace(UNTIED, attn_logit_softcap=30.0), "bf16", "does not compute attn_logit_softcap=30.0 of small"),
-        (replace(UNTIED, logit_softcap=30.0), "bf16", "does not compute logit_softcap=30.0"),
+        (replace(UNTIED, gated=False), "bf16", "does not compute gated=False of small"),
+        (replace(UNTIED, attn_logit_softcap=30.0), "fp8", "in fp8: .* attn_logit_softcap of small must be None"),
         (POST_NORMS, "fp8", "in fp8: .* post_norms of post-norms must be False, got True; use dtype=bf16"),
     ],
 )

@@ -1,6 +1,7 @@
 """Autograd functions around the training kernels: outputs and gradients of the plain modules that they replace."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -79,16 +80,17 @@ def test_rope_of_several_sequences(layout: str, dtype: torch.dtype) -> None:
     assert_same(actual, expected, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize(("scale", "activation"), [(0.0, "silu"), (1.0, "silu"), (100.0, "silu"), (1.0, "gelu")])
 @pytest.mark.usefixtures("implementation")
-def test_gated_mlp(scale: float) -> None:
+def test_gated_mlp(scale: float, activation: str) -> None:
     x, gate, up, down = randn(2, 3, 12) * scale, randn(20, 12), randn(20, 12, seed=1), randn(12, 20, seed=2)
     grad = randn(2, 3, 12, seed=3)
 
     def plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        return F.linear(ACTIVATIONS[activation](F.linear(x, gate)) * F.linear(x, up), down)
 
-    assert_same(with_grads(gated_mlp, grad, x, gate, up, down), with_grads(plain, grad, x, gate, up, down))
+    fused = partial(gated_mlp, activation=activation)
+    assert_same(with_grads(fused, grad, x, gate, up, down), with_grads(plain, grad, x, gate, up, down))
 
 
 def test_gated_mlp_refuses_a_second_backward() -> None:

@@ -41,22 +41,23 @@ def attention_mask(segments: list[Segment], context: int, window: int | None = N
     return mask
 
 
-def by_autograd(q, k, v, context_k, context_v, segments, dout, window=None):
+def by_autograd(q, k, v, context_k, context_v, segments, dout, window=None, softcap=None):
     leaves = [x.clone().requires_grad_() for x in (q, k, v, context_k, context_v)]
     q, k, v = leaves[0], torch.cat((leaves[3], leaves[1])), torch.cat((leaves[4], leaves[2]))
     repeated_k, repeated_v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,khd->hnk", q, repeated_k) * SCALE
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~attention_mask(segments, len(context_k), window), -torch.inf)
     out = torch.einsum("hnk,khd->nhd", scores.softmax(-1), repeated_v)
     return (out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, leaves, dout))
 
 
-def inputs(segments: list[Segment], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def inputs(segments: list[Segment], dtype: torch.dtype = torch.float32, width: int = WIDTH) -> tuple[Tensor, ...]:
     """Return queries, keys and values of the chunk and of its context, and the gradient of the output."""
     rows, context = segments[-1].end, max(segment.causal_start for segment in segments)
-    q, dout = (randn(rows, HEADS, WIDTH, seed=seed, dtype=dtype) for seed in (1, 2))
+    q, dout = (randn(rows, HEADS, width, seed=seed, dtype=dtype) for seed in (1, 2))
     kv = (
-        randn(keys, GROUPS, WIDTH, seed=seed, dtype=dtype)
+        randn(keys, GROUPS, width, seed=seed, dtype=dtype)
         for keys, seed in ((rows, 3), (rows, 4), (context, 5), (context, 6))
     )
     return q, *kv, dout
@@ -75,6 +76,34 @@ def test_a_sliding_window_equals_its_masked_softmax(segments, window):
     expected = by_autograd(*qkv, segments, dout, window)
     for name, x, exact in zip(NAMES, (out, lse, dq, *grads), expected, strict=True):
         torch.testing.assert_close(x, exact, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_a_softcap_equals_its_masked_softmax(segments, window):
+    assert_softcap_equals_masked_softmax(segments, window)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are exact in the interpreter only")
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered")  # queries beyond the last see no key
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", ["three sequences of one length", "several continued"])
+def test_softcap_kernel_equals_its_masked_softmax(name, window, monkeypatch):
+    """In Triton's interpreter, and in fp32, in which they are compared as closely as the plain ones."""
+    kernel = segment_attention._softcap_kernel()
+    monkeypatch.setattr(segment_attention, "kernel_for", lambda *_: kernel)
+    assert_softcap_equals_masked_softmax(SEGMENTS[name], window)
+
+
+def assert_softcap_equals_masked_softmax(segments, window):
+    *qkv, dout = inputs(segments, width=16)
+    qkv[0] *= 3
+    out, lse = segment_attention_forward(*qkv, segments, SCALE, window=window, softcap=2.0)
+    dq, grads = torch.empty_like(qkv[0]), [torch.full_like(x, torch.nan) for x in qkv[1:]]
+    segment_attention_backward(dout, *qkv, out, lse, segments, dq, *grads, False, SCALE, window=window, softcap=2.0)
+    expected = by_autograd(*qkv, segments, dout, window, 2.0)
+    for name, x, exact in zip(NAMES, (out, lse, dq, *grads), expected, strict=True):
+        torch.testing.assert_close(x, exact, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("key_block", [2, 100])
@@ -156,3 +185,19 @@ def test_only_recurring_sizes_use_cudnn(monkeypatch):
     assert selected([Segment(0, 16384, 0, 49152)], width=12) is PLAIN
     assert selected([Segment(0, 16384, 0, 49151)]) is FLASH
     assert selected([Segment(0, 300, 0, 0), Segment(300, 16384, 300, 300)]) is FLASH
+
+
+@pytest.mark.parametrize(
+    ("width", "softcap", "dtype", "is_triton"),
+    [
+        (256, 50.0, torch.bfloat16, True),
+        (256, 50.0, torch.float32, False),
+        (96, 50.0, torch.bfloat16, False),
+        (128, 61.0, torch.bfloat16, False),
+    ],
+)
+def test_softcap_kernel_takes_what_its_tiles_fit(width, softcap, dtype, is_triton, monkeypatch):
+    monkeypatch.setattr(segment_attention, "takes_triton", lambda _q: True)
+    q = torch.empty(8, HEADS, width, dtype=dtype)
+    kernel = segment_attention.kernel_for(q, [Segment(0, 8, 0, 0)], 4, softcap)
+    assert kernel is (segment_attention._softcap_kernel() if is_triton else PLAIN)

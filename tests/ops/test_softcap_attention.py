@@ -6,16 +6,17 @@ import torch.nn.functional as F
 
 from llmb.ops.attention import softcap_attention_triton as kernels
 from llmb.ops.attention.softcap_attention import kernel_supports, softcap_attention
+from llmb.ops.attention.softcap_tiles import KernelTiles, Tiles
 
 SCALE = 0.4
-attend = kernels.SoftcapAttention.apply
+attend = softcap_attention.triton
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are exact in the interpreter only")
 
 
-def qkv(tokens: int = 37, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
+def qkv(tokens: int = 37, heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(4)
     return tuple(
-        (3 * torch.randn(2, count, tokens, 16, generator=generator)).requires_grad_()
+        (3 * torch.randn(2, count, tokens, head_dim, generator=generator)).requires_grad_()
         for count in (heads, kv_heads, kv_heads)
     )
 
@@ -70,6 +71,7 @@ def test_bf16_keeps_its_dtype() -> None:
 def test_supported_arguments_of_the_kernels() -> None:
     q, _, v = (x.detach().bfloat16() for x in qkv())
     assert kernel_supports(q, v, v, SCALE, 60.0)
+    assert kernel_supports(q, v, v, SCALE, 60.0, 7)
     assert not kernel_supports(q.float(), v.float(), v.float(), SCALE, 30.0)
     assert not kernel_supports(q, v, v, SCALE, 61.0)
     assert not kernel_supports(q[..., :12], v[..., :12], v[..., :12], SCALE, 30.0)
@@ -79,8 +81,8 @@ def test_supported_arguments_of_the_kernels() -> None:
 @pytest.fixture
 def small_tiles(monkeypatch) -> None:
     """Make a few tokens several tiles, more than one of them without a mask."""
-    for name, queries, keys in (("FORWARD", 32, 16), ("BACKWARD_DQ", 16, 32), ("BACKWARD_DKV", 16, 32)):
-        monkeypatch.setattr(kernels, name, kernels.Tiles(queries, keys, 4, 1))
+    tiles = KernelTiles(Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1))
+    monkeypatch.setattr(kernels, "tiles_for", lambda *_: tiles)
 
 
 @pytest.mark.slow
@@ -97,6 +99,53 @@ def test_kernels_equal_the_reference(small_tiles, queries: int, tokens: int, kv_
     last = (inputs[0][:, :, -queries:], *inputs[1:])
     plain = softcap_attention.reference(*last, SCALE, 5.0)
     assert_equal(with_gradients(attend(*last, SCALE, 5.0), inputs), with_gradients(plain, inputs))
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered")  # queries beyond the last see no key
+@pytest.mark.parametrize(
+    ("queries", "tokens", "window"),
+    [
+        *((50, 50, 5), (70, 70, 60), (40, 97, 20), (9, 20, 50)),
+        *(
+            pytest.param(*p, marks=pytest.mark.nightly)
+            for p in ((96, 96, 32), (100, 100, 1), (1, 80, 9), (64, 128, 16))
+        ),
+    ],
+)
+def test_kernels_with_a_window_equal_the_reference(small_tiles, queries: int, tokens: int, window: int) -> None:
+    """Windows shorter than a tile, longer than all keys, and with tiles in between that need no mask."""
+    inputs = qkv(tokens, heads=2, kv_heads=1)
+    last = (inputs[0][:, :, -queries:], *inputs[1:])
+    plain = softcap_attention.reference(*last, SCALE, 5.0, window)
+    assert_equal(with_gradients(attend(*last, SCALE, 5.0, window), inputs), with_gradients(plain, inputs))
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(("queries", "tokens"), [(20, 70), (64, 32)])
+def test_kernels_of_keys_that_all_queries_see(small_tiles, queries: int, tokens: int) -> None:
+    q, k, v = (x.detach() for x in qkv(max(queries, tokens), kv_heads=4))
+    inputs = tuple(x.contiguous().requires_grad_() for x in (q[:, :, :queries], k[:, :, :tokens], v[:, :, :tokens]))
+    scores = 5.0 * torch.tanh(SCALE * inputs[0] @ inputs[1].mT / 5.0)
+    y, dq, dk, dv = with_gradients(scores.softmax(-1) @ inputs[2], inputs)
+    q, k, v = (x.detach() for x in inputs)
+    logits = kernels.Logits(SCALE, 5.0, causal=False)
+    out, lse = kernels.softcap_forward(q, k, v, logits)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    actual_dq, delta = kernels.softcap_backward_dq(dy, out, lse, q, k, v, logits)
+    actual_dkv = kernels.softcap_backward_dkv(dy, lse, delta, q, k, v, logits)
+    assert_equal([out, actual_dq, *actual_dkv], [y, dq, dk, dv])
+
+
+@pytest.mark.nightly
+@interpreted
+def test_kernels_with_heads_of_256() -> None:
+    """With the tiles of a GPU, several of keys."""
+    inputs = qkv(150, heads=2, kv_heads=1, head_dim=256)
+    plain = softcap_attention.reference(*inputs, 0.01, 5.0, 70)
+    assert_equal(with_gradients(attend(*inputs, 0.01, 5.0, 70), inputs), with_gradients(plain, inputs))
 
 
 @pytest.mark.slow

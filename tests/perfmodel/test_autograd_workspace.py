@@ -46,6 +46,10 @@ MODELS: dict[str, Model] = {
         LLAMA_8B, architecture="gemma3", hidden=2560, ffn=10240, heads=8, kv_heads=4, head_dim=256, activation="gelu",
         post_norms=True, qk_norm="head",
     ),
+    "gemma-2-9b": replace(
+        LLAMA_8B, architecture="gemma2", hidden=3584, heads=16, head_dim=256, activation="gelu", post_norms=True,
+        attn_logit_softcap=50.0,
+    ),
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Mixtral-8x7B": replace(LLAMA_8B, architecture="mixtral", experts=MoEConfig(count=8, top_k=2, ffn=14336)),
     "gpt-oss-20b": replace(

@@ -74,7 +74,7 @@ def test_nothing_is_predicted_from_nominal_rates(recipes):
         ({"update": "master"}, "update=master has no effect with fp32"),
         ({"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps=5: must be more than lr_warmup_steps=5"),
         ({"model.rope": "none"}, "out-of-core training does not compute rope=None"),
-        ({"model.attn_logit_softcap": "30"}, "out-of-core training does not compute attn_logit_softcap=30.0"),
+        ({"model.gated": "false"}, "out-of-core training does not compute gated=False"),
         ({"model.post_norms": "true", "full_saves": 1}, "full_saves has no effect on"),
         ({"pack": "true"}, "pack has no effect on synthetic tokens"),
         ({"activation_slots": -1}, "activation_slots (--set): -1 is out of range; it must be at least 0"),

@@ -55,6 +55,31 @@ def test_own_keys_and_earlier_ones_by_hand():
         assert (backward.backward_causal, backward.backward_rectangle) == (2.5 * local, 2.5 * earlier)
 
 
+@pytest.mark.parametrize("window", [1, 3, 5, 7, 30])
+def test_a_window_hides_earlier_keys(window):
+    """Of every second layer, so that pairs are the mean of both."""
+    plan = plan_of(seqlen=10, chunk_tokens=4, seqs_per_group=1, gbs=1, levels="I" * 6)
+    model = replace(TINY, layers=2, attention_pattern="SF", window=window)
+    durations = TaskDurations(model, plan, H200)
+    for chunk in round_chunks(plan, 0):
+        queries = range(chunk.first, chunk.first + chunk.tokens)
+        inside = sum(query - key < window for query in queries for key in range(chunk.first))
+        _, rectangle = durations.attention(chunk)
+        assert rectangle == 4 * 32 * (inside + chunk.tokens * chunk.first) / 2
+    whole = TaskDurations(model, plan_of(seqlen=10, chunk_tokens=10, seqs_per_group=1, gbs=1, levels="II"), H200)
+    keys = min(window, 10)
+    assert whole.attention(round_chunks(whole.plan, 0)[0]) == (4 * 32 * (50 + 10 * keys - keys**2 / 2) / 2, 0)
+
+
+def test_a_softcap_slows_attention_down():
+    plain, softcapped = (
+        TaskDurations(replace(LLAMA_8B, attn_logit_softcap=softcap), plan_of(), H200) for softcap in (None, 30.0)
+    )
+    cost = TaskCost(causal=1e15, backward_rectangle=1e15)
+    assert softcapped.seconds_of(cost) == pytest.approx(1.4 * plain.seconds_of(cost))
+    assert softcapped.seconds_of(TaskCost(gemms=1e15)) == plain.seconds_of(TaskCost(gemms=1e15))
+
+
 def test_causal_and_past_attention_have_separate_rates():
     durations = TaskDurations(LLAMA_8B, plan_of(), H200)
     cost = TaskCost(causal=513e12, rectangle=2 * 576e12, backward_causal=3 * 427e12, backward_rectangle=4 * 525e12)

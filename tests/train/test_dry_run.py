@@ -82,6 +82,20 @@ def test_proxy_layer_at_full_width(dtype: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_softcap_and_window_agree_with_estimates(dtype: str) -> None:
+    """Layers of Gemma 2 9B, four of them."""
+    config = row("pretrain_llama3.1", "8b", dtype, 1, "h200")
+    model = replace(
+        config.model, name="gemma2", architecture="gemma2", layers=4, hidden=3584, heads=16, head_dim=256, vocab=256000,
+        activation="gelu", post_norms=True, tied_embeddings=True, attn_logit_softcap=50.0, logit_softcap=30.0,
+        attention_pattern="SF", window=4096,
+    )  # fmt: skip
+    changed = replace(config, model=model, workload=replace(config.workload, mbs=1, gbs=2, ga=2))
+    check(changed, run_dry_run(changed))
+
+
+@pytest.mark.nightly
 def test_recomputed_and_offloaded_layers_agree_with_estimates() -> None:
     config = row("pretrain_llama3.1", "8b", "fp8", 8, "h100")
     model = replace(config.model, layers=6)

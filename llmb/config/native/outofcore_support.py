@@ -10,12 +10,9 @@ from llmb.config.offload_plan import FULL, Plan
 from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.errors import ConfigError
 
-# The only values that are computed, of the fields of a model and of its experts: no attention kernel for chunks of a
-# sequence has a softcap, and a load-balancing loss is that of a micro-batch, which chunks are not.
-MODEL_FIELDS: dict[str, Any] = {
-    "gated": True, "pattern": None, "mla": None, "mamba": None, "attn_logit_softcap": None, "logit_scale": 1.0,
-    "logit_softcap": None,
-}  # fmt: skip
+# The only values that are computed, of the fields of a model and of its experts: a load-balancing loss is that of a
+# micro-batch, which chunks are not.
+MODEL_FIELDS: dict[str, Any] = {"gated": True, "pattern": None, "mla": None, "mamba": None}
 EXPERT_FIELDS: dict[str, Any] = {"aux_loss": 0.0, "shared": 0, "dense_layers": 0, "score": "softmax", "latent": None}
 
 

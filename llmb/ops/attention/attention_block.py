@@ -1,4 +1,4 @@
-"""Attention between a block of queries and a block of keys, forward and backward, by three interchangeable kernels.
+"""Attention between a block of queries and a block of keys, forward and backward, by interchangeable kernels.
 
     block = AttentionBlock(q_NHD, k_KGD, v_KGD, lengths, causal=True, scale=scale)
     out_NHD, lse_HN = kernel.forward(block)
@@ -10,10 +10,12 @@ query sees at most the last `window` of those keys. Not causal: one sequence, wh
 backward pass `out` and `lse` may be those of a softmax over more keys than these: the probabilities are
 exp(score - lse), and the common term of a row is sum(dout * out), so each block of keys gets its exact gradient.
 
-    PLAIN   torch operations, in fp32 and in blocks of rows; for all devices and dtypes
+    PLAIN   torch operations, in fp32 and in blocks of rows; for all devices and dtypes, with a softcap or without
     CUDNN   the fastest on Hopper and later. It builds a plan, for a tenth of a second or more, for every new size: for
             recurring sizes, sequences of one length; without a window
     FLASH   FlashAttention-2, for sequences of any lengths
+
+`softcap_block_triton.py` has the one for logits with a softcap.
 
 Log-sum-exps are natural and of the scaled scores. Shapes: N queries, K keys, H heads, G KV heads (each serves H / G
 query heads), D head_dim; q, k, v, out and dout are contiguous.
@@ -44,10 +46,11 @@ class AttentionBlock(NamedTuple):
     causal: bool
     scale: float
     window: int | None = None  # causal: keys that a query sees at most, its own included
+    softcap: float | None = None  # of scaled scores: softcap * tanh(score / softcap)
 
 
 class AttentionKernel(Protocol):
-    """Interface of the three kernels."""
+    """Interface of the kernels."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """Return the output [N, H, D] in the dtype of q, and the log-sum-exp [H, N] in fp32."""
@@ -61,12 +64,12 @@ class AttentionKernel(Protocol):
 class _Plain:
     @record_function("attention")
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, *_ = block
         n, h, _ = q_NHD.shape
         out_NHD = torch.empty_like(q_NHD)
         lse_HN = torch.empty(h, n, dtype=at_least_fp32(q_NHD).dtype, device=q_NHD.device)
         for rows, keys in _blocks(q_NHD, k_KGD, lengths, causal):
-            scores_GRNK = _scores(q_NHD, k_KGD, rows, keys, causal, window) * scale
+            scores_GRNK, _ = _scores(block, rows, keys)
             lse_HN[:, rows] = scores_GRNK.logsumexp(-1).flatten(0, 1)
             values = torch.einsum("grnk,kgd->ngrd", scores_GRNK.softmax(-1), at_least_fp32(v_KGD[keys]))
             out_NHD[rows] = values.flatten(1, 2).to(out_NHD.dtype)
@@ -76,7 +79,7 @@ class _Plain:
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, *_ = block
         dq_NHD = torch.empty_like(at_least_fp32(q_NHD))
         dk_KGD, dv_KGD = (torch.zeros_like(at_least_fp32(x)) for x in (k_KGD, v_KGD))
         groups = k_KGD.shape[1]
@@ -85,9 +88,12 @@ class _Plain:
             k, v = (at_least_fp32(x[keys]) for x in (k_KGD, v_KGD))
             delta_HN = (at_least_fp32(dout_NHD[rows]) * at_least_fp32(out_NHD[rows])).sum(-1).T
             lse_GRN1, delta_GRN1 = (x.unflatten(0, (groups, -1))[..., None] for x in (lse_HN[:, rows], delta_HN))
-            probs_GRNK = (_scores(q_NHD, k_KGD, rows, keys, causal, window) * scale - lse_GRN1).exp()
+            scores_GRNK, derivative_GRNK = _scores(block, rows, keys)
+            probs_GRNK = (scores_GRNK - lse_GRN1).exp()
             dprobs_GRNK = torch.einsum("ngrd,kgd->grnk", dout, v)
             dscores_GRNK = probs_GRNK * (dprobs_GRNK - delta_GRN1) * scale
+            if derivative_GRNK is not None:
+                dscores_GRNK *= derivative_GRNK
             dq_NHD[rows] = torch.einsum("grnk,kgd->ngrd", dscores_GRNK, k).flatten(1, 2)
             dk_KGD[keys] += torch.einsum("grnk,ngrd->kgd", dscores_GRNK, q)
             dv_KGD[keys] += torch.einsum("grnk,ngrd->kgd", probs_GRNK, dout)
@@ -107,13 +113,19 @@ def _blocks(q_NHD: Tensor, k_KGD: Tensor, lengths: Lengths, causal: bool) -> lis
     return blocks
 
 
-def _scores(q_NHD: Tensor, k_KGD: Tensor, rows: slice, keys: slice, causal: bool, window: int | None) -> Tensor:
+def _scores(block: AttentionBlock, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
+    """Return the scaled scores, and the derivative of their softcap if there is one."""
+    q_NHD, k_KGD, *_, window, softcap = block
     q_NGRD = at_least_fp32(q_NHD[rows]).unflatten(1, (k_KGD.shape[1], -1))
-    scores_GRNK = torch.einsum("ngrd,kgd->grnk", q_NGRD, at_least_fp32(k_KGD[keys]))
-    if causal:
+    scores_GRNK = torch.einsum("ngrd,kgd->grnk", q_NGRD, at_least_fp32(k_KGD[keys])) * block.scale
+    derivative_GRNK = None
+    if softcap is not None:
+        tanh_GRNK = torch.tanh(scores_GRNK / softcap)
+        scores_GRNK, derivative_GRNK = softcap * tanh_GRNK, 1 - tanh_GRNK.square()
+    if block.causal:
         n, k = scores_GRNK.shape[-2:]
         scores_GRNK.masked_fill_(~causal_mask(n, k, q_NHD.device, window), -torch.inf)
-    return scores_GRNK
+    return scores_GRNK, derivative_GRNK
 
 
 class _Cudnn:
@@ -123,9 +135,10 @@ class _Cudnn:
     """
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window, softcap = block
         assert window is None, "cuDNN's attention in torch has no window"
-        q, k, v = (_batched(x, lengths) for x in (q_NHD, k_KGD, v_KGD))
+        assert softcap is None, "cuDNN's attention in torch has no softcap"
+        q, k, v = (batched(x, lengths) for x in (q_NHD, k_KGD, v_KGD))
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
@@ -135,8 +148,8 @@ class _Cudnn:
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale, _ = block
-        dout, q, k, v, out = (_batched(x, lengths) for x in (dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD))
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, *_ = block
+        dout, q, k, v, out = (batched(x, lengths) for x in (dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD))
         lse = lse_HN.unflatten(1, (len(lengths), -1)).transpose(0, 1).contiguous()
         lse = lse[..., None] if _cudnn_lse_dims(q.device) == 4 else lse
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of an absent dropout
@@ -147,7 +160,7 @@ class _Cudnn:
         return dq, dk, dv
 
 
-def _batched(x_NHD: Tensor, lengths: Lengths) -> Tensor:
+def batched(x_NHD: Tensor, lengths: Lengths) -> Tensor:
     """View packed sequences as [B, H, S, D]."""
     return x_NHD.unflatten(0, (len(lengths), -1)).transpose(1, 2)
 
@@ -163,7 +176,8 @@ class _Flash:
     """Takes sequences as cu_seqlens, small tensors on the device, which are cached."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window, softcap = block
+        assert softcap is None, "FlashAttention in torch has no softcap"
         out_NHD, lse_HN, *_ = torch.ops.aten._flash_attention_forward.default(
             q_NHD, k_KGD, v_KGD, *_varlen_arguments(q_NHD, k_KGD, lengths, causal), 0.0, causal, False, scale=scale,
             **_window_arguments(window),
@@ -173,7 +187,7 @@ class _Flash:
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window = block
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window, _ = block
         varlen = _varlen_arguments(q_NHD, k_KGD, lengths, causal)
         state = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)  # of an absent dropout
         unused = torch.empty((), dtype=torch.uint64, device=q_NHD.device)

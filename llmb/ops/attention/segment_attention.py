@@ -12,14 +12,18 @@ two are merged by their log-sum-exps. So kernels need no positions, and the fast
 A sliding window that is shorter than a document cuts a diagonal out of the rectangle as well. Then each segment with a
 context is one kernel call, over the keys that any of its queries sees (`windowed_forward`, `windowed_backward`).
 
+With a softcap log-sum-exps are those of the logits under it, so the two parts are merged in the same way.
+
 Out-of-core training passes views of one buffer, in which the chunk follows its context. With context parallelism the
 chunk's keys are local and the context is gathered from all ranks.
 
 Shapes: N queries and keys of the chunk, T keys of the context, H heads, G KV heads, D head_dim.
 """
 
+import importlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +31,9 @@ from torch import Tensor
 
 from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock, AttentionKernel
 from llmb.ops.attention.merge_lse import merge_attn_states
+from llmb.ops.attention.softcap_attention import kernel_takes_heads
 from llmb.ops.device_capabilities import capabilities
+from llmb.ops.dispatch import takes_triton
 
 # Keys of a rectangle in one call. In the backward pass cuDNN holds gradients of as many keys for each query head; with
 # fewer keys dq is rounded and added more often.
@@ -73,19 +79,20 @@ def segment_attention_forward(
     key_block: int = KEY_BLOCK,
     out: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp of each row's scaled scores in fp32: copied into `out`, or as the kernel
     allocated them."""
     window = shorter_window(segments, window)
     if window is None:
-        out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, v_NGD, segments, scale)
+        out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, v_NGD, segments, scale, softcap)
     else:
-        out_NHD, lse_HN = windowed_forward(q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, segments, scale, window)
+        out_NHD, lse_HN = windowed_forward(q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, segments, scale, window, softcap)
     if out is not None:
         out_NHD, lse_HN = (buffer.copy_(x) for buffer, x in zip(out, (out_NHD, lse_HN), strict=True))
     if window is not None:
         return out_NHD, lse_HN
-    context_forward(q_NHD, k_TGD, v_TGD, segments, out_NHD, lse_HN, scale, key_block)
+    context_forward(q_NHD, k_TGD, v_TGD, segments, out_NHD, lse_HN, scale, key_block, softcap)
     return out_NHD, lse_HN
 
 
@@ -108,6 +115,7 @@ def segment_attention_backward(
     scale: float,
     key_block: int = KEY_BLOCK,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Set `dq`, and accumulate `dk` and `dv` of the chunk and of its context; without `accumulate` set these, too.
 
@@ -117,13 +125,11 @@ def segment_attention_backward(
     if window is not None and not accumulate:
         dk_TGD.zero_()
         dv_TGD.zero_()
-    grads = (
-        causal_backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, segments, scale)
-        if window is None
-        else windowed_backward(
-            dout_NHD, q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dk_TGD, dv_TGD, scale, window
-        )
-    )
+    operands, results = (dout_NHD, q_NHD, k_NGD, v_NGD), (out_NHD, lse_HN, segments)
+    if window is None:
+        grads = causal_backward(*operands, *results, scale, None, softcap)
+    else:
+        grads = windowed_backward(*operands, k_TGD, v_TGD, *results, dk_TGD, dv_TGD, scale, window, softcap)
     dq_NHD.copy_(grads[0])
     for buffer_NGD, grad_NGD in zip((dk_NGD, dv_NGD), grads[1:], strict=True):
         buffer_NGD.add_(grad_NGD) if accumulate else buffer_NGD.copy_(grad_NGD)
@@ -133,34 +139,39 @@ def segment_attention_backward(
     if not accumulate:
         dk_TGD.zero_()
         dv_TGD.zero_()
-    context_backward(dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_TGD, dv_TGD, scale, key_block)
+    context_backward(
+        dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_TGD, dv_TGD, scale, key_block, softcap
+    )
 
 
 def causal_forward(
-    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, segments: Sequence[Segment], scale: float
-) -> tuple[Tensor, Tensor]:
+    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, segments: Sequence[Segment], scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output and log-sum-exp of the causal part, newly allocated."""
-    return kernel_for(q_NHD, segments).forward(AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale))
+    block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale, softcap=softcap)
+    return kernel_for(q_NHD, segments, None, softcap).forward(block)
 
 
 def causal_backward(
     dout_NHD: Tensor, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
-    segments: Sequence[Segment], scale: float, window: int | None = None,
+    segments: Sequence[Segment], scale: float, window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv of the causal part, newly allocated: of the chunk's queries, keys and values."""
     window = shorter_window(segments, window)
-    block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale, window)
-    return kernel_for(q_NHD, segments, window).backward(dout_NHD, block, out_NHD, lse_HN)
+    block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale, window, softcap)
+    return kernel_for(q_NHD, segments, window, softcap).backward(dout_NHD, block, out_NHD, lse_HN)
 
 
 def context_forward(
     q_NHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, segments: Sequence[Segment], out_NHD: Tensor, lse_HN: Tensor,
-    scale: float, key_block: int = KEY_BLOCK,
+    scale: float, key_block: int = KEY_BLOCK, softcap: float | None = None,
 ) -> None:  # fmt: skip
     """Merge the attention to the context into `out` and `lse`, those of the causal part."""
-    kernel = kernel_for(q_NHD, segments)
+    kernel = kernel_for(q_NHD, segments, None, softcap)
     for rows, keys in _rectangles(segments, key_block):
-        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], (rows.stop - rows.start,), False, scale)
+        lengths = (rows.stop - rows.start,)
+        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], lengths, False, scale, softcap=softcap)
         context_out_NHD, context_lse_HN = kernel.forward(block)
         merge_attn_states(out_NHD[rows], lse_HN[:, rows], context_out_NHD, context_lse_HN)
         del context_out_NHD, context_lse_HN  # before the next is allocated
@@ -169,12 +180,13 @@ def context_forward(
 def context_backward(
     dout_NHD: Tensor, q_NHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
     segments: Sequence[Segment], dq_NHD: Tensor, dk_TGD: Tensor, dv_TGD: Tensor, scale: float,
-    key_block: int = KEY_BLOCK,
+    key_block: int = KEY_BLOCK, softcap: float | None = None,
 ) -> None:  # fmt: skip
     """Add the gradients from the context to `dq`, and those of the context to `dk` and `dv`."""
-    kernel = kernel_for(q_NHD, segments)
+    kernel = kernel_for(q_NHD, segments, None, softcap)
     for rows, keys in _rectangles(segments, key_block):
-        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], (rows.stop - rows.start,), False, scale)
+        lengths = (rows.stop - rows.start,)
+        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], lengths, False, scale, softcap=softcap)
         context_dq_NHD, context_dk_KGD, context_dv_KGD = kernel.backward(
             dout_NHD[rows], block, out_NHD[rows], lse_HN[:, rows]
         )
@@ -192,11 +204,12 @@ def shorter_window(segments: Sequence[Segment], window: int | None) -> int | Non
 
 def windowed_forward(
     q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, k_TGD: Tensor, v_TGD: Tensor, segments: Sequence[Segment],
-    scale: float, window: int,
+    scale: float, window: int, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output and log-sum-exp of attention with a sliding window, newly allocated."""
+    kernel = kernel_for(q_NHD, segments, window, softcap)
     results = [
-        kernel_for(q_NHD, segments, window).forward(AttentionBlock(q_NHD[rows], k, v, lengths, True, scale, window))
+        kernel.forward(AttentionBlock(q_NHD[rows], k, v, lengths, True, scale, window, softcap))
         for rows, _, lengths, (k, v) in _windowed_blocks(segments, window, (k_NGD, v_NGD), (k_TGD, v_TGD))
     ]
     outs, lses = zip(*results, strict=True)
@@ -206,12 +219,13 @@ def windowed_forward(
 def windowed_backward(
     dout_NHD: Tensor, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_NHD: Tensor,
     lse_HN: Tensor, segments: Sequence[Segment], dk_TGD: Tensor, dv_TGD: Tensor, scale: float, window: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv of the chunk, newly allocated, and add the gradients of the context to `dk` and `dv`."""
-    grads = []
+    grads, kernel = [], kernel_for(q_NHD, segments, window, softcap)
     for rows, keys, lengths, (k, v) in _windowed_blocks(segments, window, (k_NGD, v_NGD), (k_TGD, v_TGD)):
-        block = AttentionBlock(q_NHD[rows], k, v, lengths, True, scale, window)
-        dq, dk, dv = kernel_for(q_NHD, segments, window).backward(dout_NHD[rows], block, out_NHD[rows], lse_HN[:, rows])
+        block = AttentionBlock(q_NHD[rows], k, v, lengths, True, scale, window, softcap)
+        dq, dk, dv = kernel.backward(dout_NHD[rows], block, out_NHD[rows], lse_HN[:, rows])
         context = keys.stop - keys.start
         dk_TGD[keys].add_(dk[:context])
         dv_TGD[keys].add_(dv[:context])
@@ -238,8 +252,12 @@ def _windowed_blocks(
         yield rows, keys, (segment.end - segment.start,), kv
 
 
-def kernel_for(q_NHD: Tensor, segments: Sequence[Segment], window: int | None = None) -> AttentionKernel:
+def kernel_for(
+    q_NHD: Tensor, segments: Sequence[Segment], window: int | None = None, softcap: float | None = None
+) -> AttentionKernel:
     """Return the kernel for this chunk; it depends only on device, dtype and segments, so equal runs stay equal."""
+    if softcap is not None:
+        return _softcap_kernel() if takes_triton(q_NHD) and kernel_takes_heads(q_NHD, softcap) else PLAIN
     head_dim = q_NHD.shape[-1]
     if not q_NHD.is_cuda or q_NHD.dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
         return PLAIN
@@ -247,6 +265,12 @@ def kernel_for(q_NHD: Tensor, segments: Sequence[Segment], window: int | None = 
     if window is None and gpu.has("cudnn_attention") and head_dim <= 128 and _is_recurring(segments):
         return CUDNN
     return FLASH if gpu.has("flash_attention") else PLAIN
+
+
+@cache
+def _softcap_kernel() -> AttentionKernel:
+    """Import Triton only where it is needed."""
+    return importlib.import_module("llmb.ops.attention.softcap_block_triton").SOFTCAP
 
 
 def _is_recurring(segments: Sequence[Segment]) -> bool:

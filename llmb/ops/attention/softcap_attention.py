@@ -3,8 +3,8 @@
 torch's fused attention has no softcap. On CUDA, in bf16, Triton kernels compute it; elsewhere plain matmuls run over a
 chunk of queries at a time, each recomputed in the backward pass, so that only one chunk's logits exist.
 
-Queries may be fewer than keys: they are then the last, and the last one sees all keys. With a sliding window, which the
-kernels do not take, a query sees at most the last `window` of its keys.
+Queries may be fewer than keys: they are then the last, and the last one sees all keys. With a sliding window a query
+sees at most the last `window` of its keys.
 
 Shapes: B sequences, H heads, Q queries, T keys, D head_dim. k and v may have fewer heads, each serving a group of q's.
 """
@@ -17,17 +17,20 @@ from llmb.ops.attention.attention_metadata import causal_mask
 from llmb.ops.dispatch import is_dry_run, op
 
 QUERY_CHUNK = 512  # 0.8 GB of fp32 logits with 48 heads and 8,192 keys
-KERNEL_HEAD_DIMS = (16, 32, 64, 128)
+KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_SOFTCAP = 60.0  # of the kernels, which say why
 
 
 def kernel_supports(
-    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float, window: int | None = None
+    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float, _window: int | None = None
 ) -> bool:
     """Return whether the Triton kernels take these arguments; a dry run always takes their place."""
-    head_dim = q_BHQD.shape[-1]
-    fits = head_dim in KERNEL_HEAD_DIMS and v_BHTD.shape[-1] == head_dim and window is None
-    return is_dry_run() or (fits and q_BHQD.dtype == torch.bfloat16 and softcap <= MAX_SOFTCAP)
+    return is_dry_run() or (v_BHTD.shape[-1] == q_BHQD.shape[-1] and kernel_takes_heads(q_BHQD, softcap))
+
+
+def kernel_takes_heads(q: Tensor, softcap: float) -> bool:
+    """Return whether the Triton kernels take heads of this width and dtype, and the softcap."""
+    return q.shape[-1] in KERNEL_HEAD_DIMS and q.dtype == torch.bfloat16 and softcap <= MAX_SOFTCAP
 
 
 @op(when=kernel_supports)

@@ -1,6 +1,6 @@
 """Cross-entropy of each row of logits, and its gradient written over them: logits are the largest tensor of a step.
 
-    cross_entropy_grad_(logits_NV, labels_N, scale, losses_N)
+    cross_entropy_grad_(logits_NV, labels_N, scale, losses_N, softcap)
 
 Where a rank has the logits of the range of the vocabulary that begins at `first`, ranks combine the two numbers per row
 that the first call writes, before the second:
@@ -20,17 +20,25 @@ from llmb.ops.tensor_layout import at_least_fp32
 
 
 @op
-def cross_entropy_grad_(logits_NV: Tensor, labels_N: Tensor, scale: float | Tensor, losses_N: Tensor) -> None:
+def cross_entropy_grad_(
+    logits_NV: Tensor, labels_N: Tensor, scale: float | Tensor, losses_N: Tensor, softcap: float | None = None
+) -> None:
     """Write -log softmax(logits)[label] to losses, and (softmax - onehot) * scale over logits.
 
-    A scale on the device is not synchronized with the host.
+    With a softcap the softmax is that of softcap * tanh(logits / softcap), and the gradient that of the logits. A scale
+    on the device is not synchronized with the host.
     """
     mask_N = labels_N >= 0
     labels_N1 = labels_N.clamp(min=0).long()[:, None]
-    log_probs = torch.log_softmax(at_least_fp32(logits_NV), dim=-1)
+    exact_NV, derivative_NV = at_least_fp32(logits_NV), None
+    if softcap is not None:
+        tanh_NV = torch.tanh(exact_NV / softcap)
+        exact_NV, derivative_NV = softcap * tanh_NV, 1 - tanh_NV.square()
+    log_probs = torch.log_softmax(exact_NV, dim=-1)
     losses_N.copy_(torch.where(mask_N, -log_probs.gather(1, labels_N1)[:, 0], 0.0))
     ones = torch.ones_like(labels_N1, dtype=log_probs.dtype)
     grad = log_probs.exp_().scatter_add_(1, labels_N1, -ones) * scale
+    grad = grad if derivative_NV is None else grad * derivative_NV
     logits_NV.copy_(torch.where(mask_N[:, None], grad, 0.0))
 
 

@@ -23,7 +23,15 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial maximum: -inf minus its
 
 
 @triton.jit
-def _row_max_and_sum(logits_ptr, v, V: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+def _tanh_and_derivative(x):
+    sigmoid = tl.sigmoid(2 * x)
+    return 2 * sigmoid - 1, 4 * sigmoid * (1 - sigmoid)
+
+
+@triton.jit
+def _row_max_and_sum(
+    logits_ptr, v, V: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SOFTCAP: tl.constexpr = 0.0
+):
     """Return the maximum of a row and the sum of the exponentials of its logits minus that maximum."""
     group_max = tl.full((TILE // GROUP,), LOWEST, tl.float32)
     group_sum = tl.zeros((TILE // GROUP,), tl.float32)
@@ -31,6 +39,9 @@ def _row_max_and_sum(logits_ptr, v, V: tl.constexpr, TILE: tl.constexpr, GROUP: 
     for first in range(0, V, TILE):
         x, offset = following.to(tl.float32), first + TILE + v
         following = tl.load(logits_ptr + offset, mask=offset < V, other=float("-inf"))
+        if SOFTCAP > 0:
+            tanh, _ = _tanh_and_derivative(x * (1.0 / SOFTCAP))
+            x = tl.where(first + v < V, SOFTCAP * tanh, float("-inf"))
         new_max = tl.maximum(group_max, tl.max(x, 1))
         rescaled = group_sum * tl.exp2((group_max - new_max) * LOG2_E)
         group_sum = rescaled + tl.sum(tl.exp2((x - new_max[:, None]) * LOG2_E), 1)
@@ -51,6 +62,7 @@ def _cross_entropy_grad(
     GROUP: tl.constexpr,
     LAST: tl.constexpr,
     SCALE_ON_DEVICE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -58,7 +70,11 @@ def _cross_entropy_grad(
     v = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if label >= 0:
         label_logit = tl.load(logits_ptr + label).to(tl.float32)
-        row_max, row_sum = _row_max_and_sum(logits_ptr, v, V, TILE, GROUP)
+        label_derivative = 1.0
+        if SOFTCAP > 0:
+            label_tanh, label_derivative = _tanh_and_derivative(label_logit * (1.0 / SOFTCAP))
+            label_logit = SOFTCAP * label_tanh
+        row_max, row_sum = _row_max_and_sum(logits_ptr, v, V, TILE, GROUP, SOFTCAP)
         tl.store(losses_ptr + row, tl.log(row_sum) + row_max - label_logit)
 
         size = tl.load(scale) if SCALE_ON_DEVICE else scale
@@ -67,10 +83,14 @@ def _cross_entropy_grad(
         for back in range(0, V, TILE):
             x, offset = following.to(tl.float32), LAST - back + v
             following = tl.load(logits_ptr + offset - TILE, mask=offset >= TILE, other=0.0)
-            grad = tl.exp2((x - row_max) * LOG2_E) * factor
+            if SOFTCAP > 0:
+                tanh, derivative = _tanh_and_derivative(x * (1.0 / SOFTCAP))
+                grad = tl.exp2((SOFTCAP * tanh - row_max) * LOG2_E) * factor * derivative
+            else:
+                grad = tl.exp2((x - row_max) * LOG2_E) * factor
             tl.store(logits_ptr + offset, grad.to(logits_ptr.dtype.element_ty), mask=offset < V)
         tl.debug_barrier()  # another thread may have written the gradient at the label
-        grad = tl.exp2((label_logit - row_max) * LOG2_E) * factor - size
+        grad = (tl.exp2((label_logit - row_max) * LOG2_E) * factor - size) * label_derivative
         tl.store(logits_ptr + label, grad.to(logits_ptr.dtype.element_ty))
     else:
         tl.store(losses_ptr + row, 0.0)
@@ -114,7 +134,9 @@ def _vocab_parallel_cross_entropy_grad(
     tl.store(logits_ptr, grad.to(logits_ptr.dtype.element_ty), mask=v < V)
 
 
-def cross_entropy_grad_triton_(logits_NV: Tensor, labels_N: Tensor, scale: float | Tensor, losses_N: Tensor) -> None:
+def cross_entropy_grad_triton_(
+    logits_NV: Tensor, labels_N: Tensor, scale: float | Tensor, losses_N: Tensor, softcap: float | None = None
+) -> None:
     """Launch the kernel of `cross_entropy.cross_entropy_grad_`."""
     _assert_contiguous(logits_NV, labels_N, losses_N)
     on_device = isinstance(scale, Tensor)
@@ -123,7 +145,7 @@ def cross_entropy_grad_triton_(logits_NV: Tensor, labels_N: Tensor, scale: float
         _cross_entropy_grad[(n,)](
             logits_NV, labels_N, scale if on_device else float(scale), losses_N, logits_NV.stride(0),
             V=v, TILE=TILE, GROUP=GROUP, LAST=(v - 1) // TILE * TILE, SCALE_ON_DEVICE=on_device,
-            num_warps=WARPS,
+            SOFTCAP=softcap or 0.0, num_warps=WARPS,
         )  # fmt: skip
 
 

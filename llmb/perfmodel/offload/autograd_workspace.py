@@ -28,9 +28,7 @@ def autograd_backward_bytes(model: Model, rows: int, itemsize: int, keys_per_que
     recomputed = max(_projecting(model), graph + 2 * (width + lse))
     # The residual, the layer's output and its gradient, the normed residual, what norms behind a block take.
     residuals = (3 + model.pre_norms + 2 * model.post_norms) * model.hidden + (0 if attn_saved else graph)
-    outputs = width + 2 * kv_width * keys_per_query
-    inside = 2 * width + 2 * lse + (2 * width * keys_per_query if model.heads != model.kv_heads else 0)
-    attention = graph + model.hidden + 2 * width + 2 * kv_width + outputs + inside
+    attention = graph + model.hidden + 2 * width + 2 * kv_width + _attention_backward(model, keys_per_query)
     projections = graph + (2 + model.qkv_bias + (model.qk_norm is not None)) * _qkv(model) + 3 * model.hidden
     elements = max(
         rows * max(recomputed, attention, residuals + max(_mlp_forward(model), _activation_backward(model))),
@@ -38,6 +36,20 @@ def autograd_backward_bytes(model: Model, rows: int, itemsize: int, keys_per_que
         rows * projections + _largest(model, "attention"),
     )
     return round(itemsize * elements)
+
+
+def _attention_backward(model: Model, keys_per_query: float) -> float:
+    """Return the gradients of queries, keys and values, and what a kernel needs inside.
+
+    With a softcap these are log-sum-exps; with a window keys before the chunk are copied together with its own.
+    """
+    width, kv_width, lse = _widths(model)
+    if model.attn_logit_softcap is None:
+        inside = 2 * width + 2 * lse + (2 * width * keys_per_query if model.heads != model.kv_heads else 0)
+        return width + 2 * kv_width * keys_per_query + inside
+    if model.window is None:
+        return width + 2 * kv_width * keys_per_query + 3 * lse
+    return width + 4 * kv_width * (keys_per_query + 1) + 3 * lse
 
 
 def _widths(model: Model) -> tuple[int, int, int]:

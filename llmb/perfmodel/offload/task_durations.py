@@ -2,7 +2,8 @@
 
 Time is spent on gemms, attention and passes over memory, each with its own rate. Attention to a chunk's own keys, half
 of which a causal mask hides, and to the keys before it, all of which are visible, have separate rates. FLOPs are those
-the device executes: of pairs that the mask leaves, and in backward 2.5 times those in forward.
+the device executes: of pairs that the mask leaves, and in backward 2.5 times those in forward. Layers with a sliding
+window and full ones count as their mean. A softcap of attention logits has kernels of its own, which are slower.
 
 In fp8 a layer's weights are cast by the first chunk that needs them, once per round and direction
 (`fp8_layer_weights.py`).
@@ -14,6 +15,7 @@ from math import ceil
 
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
+from llmb.perfmodel.flops import attention_pairs
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
 from llmb.perfmodel.offload.layer_work import LayerWork, layer_work
 from llmb.perfmodel.offload.machine_rates import Rates
@@ -21,6 +23,7 @@ from llmb.perfmodel.offload.operand_bytes import CAST
 from llmb.perfmodel.offload.step_tasks import Chunk, StepTask, round_chunks
 
 BACKWARD_ATTENTION = 2.5  # times the forward FLOPs: five matmuls per pair instead of two
+SOFTCAP_ATTENTION = 1.4  # times the seconds without a softcap: `step_time/native_constants.yaml`
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,15 @@ class TaskDurations:
         if self.plan.dtype == "fp8" and rates.fp8_tflops is not None:
             gemms = rates.fp8_tflops
         forward, backward = self.causal_tflops
-        return (
-            cost.gemms / gemms / 1e12
-            + cost.head_gemms / rates.matmul_tflops / 1e12
-            + cost.causal / forward / 1e12
-            + cost.rectangle / rates.past_attention_forward_tflops / 1e12
-            + cost.backward_causal / backward / 1e12
-            + cost.backward_rectangle / rates.past_attention_backward_tflops / 1e12
-            + cost.memory_bytes / rates.memory_gbs / 1e9
+        attention = (
+            cost.causal / forward
+            + cost.rectangle / rates.past_attention_forward_tflops
+            + cost.backward_causal / backward
+            + cost.backward_rectangle / rates.past_attention_backward_tflops
         )
+        attention *= 1.0 if self.model.attn_logit_softcap is None else SOFTCAP_ATTENTION
+        matmuls = cost.gemms / gemms + cost.head_gemms / rates.matmul_tflops
+        return (matmuls + attention) / 1e12 + cost.memory_bytes / rates.memory_gbs / 1e9
 
     def cost(self, task: StepTask) -> TaskCost:
         """Return what a task needs."""
@@ -136,11 +139,22 @@ class TaskDurations:
 
     def attention(self, chunk: Chunk) -> tuple[float, float]:
         """Return forward FLOPs for the chunk's own keys and for those before it."""
-        has_past = self.plan.chunks_per_group > 1
-        causal = chunk.tokens * (chunk.tokens if has_past else self.plan.seqlen) / 2
-        rectangle = chunk.tokens * chunk.first if has_past else 0
+        windowed = self.model.window_layers / self.model.layers
+        both = zip(self._visible_pairs(chunk, None), self._visible_pairs(chunk, self.model.window), strict=True)
+        causal, rectangle = ((1 - windowed) * full + windowed * inside for full, inside in both)
         width, _ = self.widths
         return 4.0 * causal * width, 4.0 * rectangle * width
+
+    def _visible_pairs(self, chunk: Chunk, window: int | None) -> tuple[float, float]:
+        """Return the pairs of the chunk's queries with its own keys and with those before it."""
+        if self.plan.chunks_per_group == 1:
+            seqlen = self.plan.seqlen
+            return chunk.tokens / seqlen * attention_pairs(seqlen, "causal", window), 0.0
+        causal = attention_pairs(chunk.tokens, "causal", window)
+        reach = chunk.first + chunk.tokens if window is None else window - 1  # keys before its own that a query sees
+        all_seen = min(max(reach - chunk.first, 0), chunk.tokens)  # queries that see all keys before the chunk
+        some_seen = max(min(reach, chunk.tokens), all_seen)  # queries that see any of them
+        return causal, all_seen * chunk.first + (some_seen - all_seen) * (2 * reach + 1 - all_seen - some_seen) / 2
 
     def forward(self, chunk: Chunk) -> TaskCost:
         causal, rectangle = self.attention(chunk)

@@ -84,6 +84,6 @@ def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[No
     segment_kernel = _SegmentAttention(convention, count)
     with (
         patch.object(F, "scaled_dot_product_attention", attention),
-        patch.object(segment_attention, "kernel_for", lambda _q, _segments, _window=None: segment_kernel),
+        patch.object(segment_attention, "kernel_for", lambda *_arguments: segment_kernel),
     ):
         yield

@@ -278,23 +278,30 @@ def deepseek_write(g: Generator, d: device, kv_dtype: dtype) -> Arguments:
 
 # Logits of the reference are in bf16.
 @cases(softcap_attention, (2, 31, 31, 1), (1, 70, 70, 4), (1, 17, 70, 2), tolerance=0.05)
-def softcapped(g: Generator, d: device, batch: int, queries: int, keys: int, kv_heads: int) -> Arguments:
+@cases(softcap_attention, (1, 70, 70, 2, 9), (1, 17, 70, 1, 40), (2, 31, 31, 4, 99), tolerance=0.05)
+@cases(softcap_attention, (1, 40, 70, 2, 50, 256), tolerance=0.05)
+def softcapped(
+    g: Generator, d: device, batch: int, queries: int, keys: int, kv_heads: int, window: int | None = None,
+    head_dim: int = 16,
+) -> Arguments:  # fmt: skip
     shapes = ((HEADS, queries), (kv_heads, keys), (kv_heads, keys))
-    qkv = (randn(g, d, batch, *shape, 16, dtype=bfloat16, scale=3).requires_grad_() for shape in shapes)
-    return (*qkv, 0.4, 30.0), {}
+    qkv = (randn(g, d, batch, *shape, head_dim, dtype=bfloat16, scale=3).requires_grad_() for shape in shapes)
+    return (*qkv, 1.6 * head_dim**-0.5, 30.0, window), {}
 
 
 @full_size_cases(
     softcap_attention,
     *((2048, 2048, 48, 8, 128), (333, 333, 4, 4, 64), (100, 777, 6, 1, 128), (1, 50, 4, 2, 32)),
+    *((2048, 2048, 16, 8, 256), (2048, 2048, 16, 8, 256, 700), (333, 1000, 16, 8, 256, 20), (500, 777, 6, 1, 128, 300)),
     tolerance=0.02,
     exact=float32,
 )
-def grok_softcapped(
-    g: Generator, d: device, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int
-) -> Arguments:
+def grok_gemma_softcapped(
+    g: Generator, d: device, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int,
+    window: int | None = None,
+) -> Arguments:  # fmt: skip
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
     qkv = (
         randn(g, d, 2, *shape, head_dim, dtype=bfloat16, scale=6).transpose(1, 2).requires_grad_() for shape in shapes
     )
-    return (*qkv, head_dim**-0.5, 30.0), {}
+    return (*qkv, head_dim**-0.5, 30.0, window), {}

@@ -15,20 +15,23 @@ VOCABULARIES = ((300, 128256), (7, 152064), (5, 50257))
 @cases(
     cross_entropy_grad_, (5, 7), (3, 1), (2, 16384), (2, 16385, 30.0), (4, 100, 0.0), (3, 40, 1, True), tolerance=2e-6
 )
-@cases(cross_entropy_grad_, (4, 24, 1, False, bfloat16), tolerance=2**-7)
+@cases(cross_entropy_grad_, (5, 7, 3, False, float32, 2.0), (3, 16385, 40, True, float32, 30.0), tolerance=2e-6)
+@cases(cross_entropy_grad_, (4, 24, 1, False, bfloat16), (4, 24, 9, False, bfloat16, 5.0), tolerance=2**-7)
 @cases(cross_entropy_grad_, (3, 1003, 1e3), (4, 2 * 16384 + 5, 1e3), tolerance=1e-3)  # error of rounded logits
 @full_size_cases(
     cross_entropy_grad_,
     *((*rows, scale, True, t) for rows in VOCABULARIES for scale in (1, 100) for t in (float32, bfloat16)),
+    *((300, 256000, 20, True, t, 30.0) for t in (float32, bfloat16)),
     tolerance=5e-5,
 )
 def logits(
-    g: Generator, d: device, n: int, v: int, scale: float = 1, on_device: bool = False, dtype: dtype = float32
-) -> Arguments:
+    g: Generator, d: device, n: int, v: int, scale: float = 1, on_device: bool = False, dtype: dtype = float32,
+    softcap: float | None = None,
+) -> Arguments:  # fmt: skip
     labels = torch.randint(v, (n,), generator=g)
     labels[-1] = -100  # ignored
     losses, factor = torch.full((n,), 7.0, device=d), torch.tensor(0.125, device=d) if on_device else 0.125
-    return (randn(g, d, n, v, scale=scale, dtype=dtype), labels.to(d), factor, losses), {}
+    return (randn(g, d, n, v, scale=scale, dtype=dtype), labels.to(d), factor, losses, softcap), {}
 
 
 @cases(cross_entropy_grad_, (5, 24), tolerance=2**-7)
