@@ -34,7 +34,7 @@ class _Cohort:
 class _Requests(NamedTuple):
     """Requests sent together, which arrive one after another."""
 
-    count: int
+    number: int
     sent_s: float
     arrival_s: float = 0.0  # of the first
 
@@ -105,15 +105,15 @@ class _Run:
             if left < self.isl <= free:
                 break  # fits whole into the next step
             requests = self._admit(min(slots, max(1, left // self.isl)))
-            slots -= requests.count
+            slots -= requests.number
             if left < self.isl:
                 left -= self._chunk(chunks, requests, 0, left)
                 continue
-            left -= requests.count * self.isl
-            chunks.tokens += requests.count * self.isl
-            chunks.pairs += requests.count * self.isl_pairs[0]
-            chunks.window_pairs += requests.count * self.isl_pairs[1]
-            chunks.prompts += requests.count
+            left -= requests.number * self.isl
+            chunks.tokens += requests.number * self.isl
+            chunks.pairs += requests.number * self.isl_pairs[0]
+            chunks.window_pairs += requests.number * self.isl_pairs[1]
+            chunks.prompts += requests.number
             chunks.complete.append(requests)
         return chunks
 
@@ -149,8 +149,8 @@ class _Run:
         through = mixed - seconds  # until the last stage
         self._advance(1, seconds)
         for requests in chunks.complete:
-            self.ttft += requests.count * (self.now + through - requests.sent_s)
-            self.first_ttft += requests.count * (self.now + through) if requests.sent_s == 0.0 else 0.0
+            self.ttft += requests.number * (self.now + through - requests.sent_s)
+            self.first_ttft += requests.number * (self.now + through) if requests.sent_s == 0.0 else 0.0
         if count := chunks.prompts:
             self.cohorts.append(_Cohort(count, self.step + self.length, self.now))
             self.decodes += count
