@@ -275,10 +275,10 @@ def memory_section(samples: Sequence[Sample]) -> str:
         f"Of {count} different configurations that ran, {count - len(described)} are predicted to fit as described, "
         f"and {count - len(recomputed)} with recompute in every layer. Frozen weights have no gradients and no "
         "optimizer state; inputs of fp8 and fp4 GEMMs are saved in their dtype; recomputed modules save nothing; "
-        "MaxText rematerializes. As described, these do not fit:"
+        "MaxText rematerializes."
     )
-    lines = [head, "- " + "\n- ".join(described), MEMORY_MISSES]
-    return "\n\n".join(lines if described else lines[:1])
+    lines = [head, "As described, these do not fit:\n\n- " + "\n- ".join(described), MEMORY_RULES]
+    return "\n\n".join(lines if described else [head, MEMORY_RULES])
 
 
 def worst(samples: Sequence[Sample], errors: np.ndarray, count: int = 15) -> list[tuple[object, ...]]:
@@ -354,8 +354,8 @@ MISSES = """Likely causes:
 - The same configuration differs between releases: Qwen3 30B on H100 takes 51 s a step in 26.02 and 29 s in 26.02.01
   (lines 526, 527), 25 s in 25.11 and 12 s, with tokens dropped, in 25.09 (lines 524, 525); Lightning on H100 improved
   by 11 % within a week (lines 448, 449). The description of such rows is the same, so the prediction is too.
-- Rows of 25.11 do not say which dispatcher they used (lines 11, 16, 22, 28, 514, 525): the predictor takes NCCL's
-  all-to-all.
+- Tables of 25.11 differ from the configurations of that release (lines 11, 514, 525: ep 8 printed and 64 configured,
+  mbs 4 and 8, mbs 2 and 1 with overlapped all-to-all): what ran is not certain.
 - gpt-oss is slower by 10 to 20 % than its GEMMs, attention and traffic explain, on every GPU, in bf16 and in MXFP8,
   at 4,096 and at 8,192 tokens: neither its windows nor its small heads are the cause.
 - Overlapped all-to-all helps Qwen3 and hardly gpt-oss (lines 17 to 21: 5.2 s without, 4.9 to 5.1 s with it).
@@ -363,14 +363,13 @@ MISSES = """Likely causes:
   layer is the least certain constant.
 - The first Blackwell releases (NeMo 25.05, Megatron Bridge 25.09 with MXFP8) ran fp8 slower than later ones; there is
   one constant for all of them.
-- Llama 4 Scout in torchtitan: described without recompute, it would need 640 GiB of activations. With recompute the
-  errors would be +7 and -6 %.
 - The example of Nemotron-H of v25.08 (line 405) is 23 % faster than the table of v25.05 for the same layout."""
 
 CURVES = """A step grows with the scale by the slowest rank; by Megatron's last bucket of gradients, which nothing hides
 and which holds a million weights for each replica (Nemotron-4 15b: 40 ms of 2.7 s on 2,048 GPUs); by a ring per bucket
-or sharded layer, whose latency grows with its ranks; and by pipeline stages that leave their node. Curves above the
-aim, and why no model of the layout alone can follow them:
+or sharded layer, whose latency grows with its ranks; and by pipeline stages that leave their node. All curves of
+Nemotron-H and Grok-1 are within the aim, and all of Llama but three. Curves above it, and why no model of the layout
+alone can follow them:
 
 - GPT-3 175b fp8 of v24.11: 5.92, 5.96, 6.44, 6.72, 6.24 s from 128 to 2,048 GPUs: 1,024 GPUs are slower than 2,048.
   The same curve of v25.02 rises evenly by 6 %, and is followed.
@@ -381,10 +380,13 @@ aim, and why no model of the layout alone can follow them:
 - Llama 3 70b LoRA fp8: 6.5, 6.7, 7.6 s on 8, 16 and 32 GPUs, printed to 0.1 s: 0.9 s more when all four stages are in
   nodes of their own, where bf16, with the same sends, takes 0.37 s more."""
 
-MEMORY_MISSES = """Llama 3 70b and 405b with FSDP on GB200 offload activations in later releases (40 of 80 layers of
-70b), which earlier tables do not say. The row of gpt-oss on H100 (25.11) does not say what it recomputes: later ones
-recompute norms and activations and use micro-batches of 1 instead of 4. Llama 4 Scout cannot have run without
-recompute, as its row says it did."""
+MEMORY_RULES = """What their tables leave out is taken from the release's own configuration
+(`llmb/perfmodel/step_time/recipe_settings.yaml`): Llama 3 70b and 405b with FSDP on GB200 offload 40 of 80 and 80 to 95
+of 126 layers in 25.09 to 25.11; Llama 3 70b in MXFP8 has micro-batches of 1, as its printed ga says, not the 2 of the
+other layout in its cell; gpt-oss on H100 has micro-batches of 1 and recomputes norms and activations, where the table
+repeats the 4 of GPUs without a pipeline. Llama 4 Scout in torchtitan is described with micro-batches of 10 x 8,192
+tokens without recompute, 520 to 650 GiB on 184; a measured run of more than twice the memory has recomputed every
+layer."""
 
 CONSTANTS = """Fitted together to all usable rows: Gauss-Newton on log step times, robust weights, every constant drawn
 to its prior. None belongs to a model. Priors are data sheets, measurements on one H200 and estimates. The structure of

@@ -3,15 +3,16 @@
     python bench/tuning.py [../shared/data/published_training.csv] [--out docs/tuning.md] [--jobs 2]
 
 For every training row of the recipes and every published configuration: the predicted step time of its own layout over
-that of the best layout found by `llmb-run tune`, and the terms that make the difference. Writes the tables between the
-marks in docs/tuning.md. Five to ten minutes on one core.
+that of the best layout found by `llmb-run tune`, and the terms that make the difference. A layout of several scales is
+compared with layouts that fit all of them. Writes the tables between the marks in docs/tuning.md. Five minutes on one
+core.
 """
 
 import argparse
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +22,15 @@ from llmb.config.recipe import expand_gpus, load_all, selector_values, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
+from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.memory_estimate import MemoryEstimate
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.published_rows import is_possible, read_rows
+from llmb.perfmodel.step_time.setup_fields import scaled
 from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
 from llmb.perfmodel.tune.layout_search import Candidate, search_layouts
+from llmb.perfmodel.tune.memory_savings import MemoryRoom, external_room
 from llmb.perfmodel.tune.native_layouts import native_room, runs_natively
 from llmb.report.tune.tune_table import describe_settings, describe_terms, layout_text
 
@@ -56,6 +61,7 @@ class Case:
     source: str  # recipe or published
     model: str
     setup: StepSetup
+    fewest: int  # GPUs that the same layout is published for
     config: RunConfig | None = None  # of rows for the native engine: its own memory counts
 
     @property
@@ -104,7 +110,8 @@ def recipe_cases() -> Iterator[Case]:
     for recipe in load_all([shipped()]).values():
         for row in recipe.rows if recipe.kind == "training" else ():
             for dtype in selector_values(row, "dtype"):
-                for gpus in dict.fromkeys((expand_gpus(row["gpus"])[0], expand_gpus(row["gpus"])[-1])):
+                scales = expand_gpus(row["gpus"])
+                for gpus in dict.fromkeys((scales[0], scales[-1])):
                     request = RunRequest(
                         size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"], settings=(external,)
                     )  # fmt: skip
@@ -113,7 +120,7 @@ def recipe_cases() -> Iterator[Case]:
                     native = any(getattr(config.workload, name) == "bf16" for name in BF16_STATE)
                     if native:
                         config = resolve(recipe, replace(request, settings=()))
-                    yield Case("recipe", config.model.name, setup_of(config), config if native else None)
+                    yield Case("recipe", config.model.name, setup_of(config), scales[0], config if native else None)
 
 
 def published_cases(path: Path) -> Iterator[Case]:
@@ -123,7 +130,7 @@ def published_cases(path: Path) -> Iterator[Case]:
         setup = row.setup
         if setup is None or row.step_time_s is None or not is_possible(setup, row.step_time_s):
             continue
-        case = Case("published", row.model, setup)
+        case = Case("published", row.model, setup, setup.gpus)
         key = (
             row.model, setup.gpu, setup.dtype, replace(setup.parallel, dp=1), setup.mbs, setup.seqlen, setup.layers,
             case.kind, setup.gbs / setup.gpus,
@@ -131,18 +138,39 @@ def published_cases(path: Path) -> Iterator[Case]:
         series.setdefault(key, []).append(case)
     for cases in series.values():
         cases.sort(key=lambda case: case.setup.gpus)
-        yield from dict.fromkeys((cases[0], cases[-1]))
+        for case in dict.fromkeys((cases[0], cases[-1])):
+            yield replace(case, fewest=cases[0].setup.gpus)
 
 
 def tune(case: Case) -> Outcome:
     """Search the layouts of one case."""
     start = time.process_time()
-    if case.config is None:
-        search = search_layouts(case.setup, {})
-    else:
+    if case.config is not None:
         search = search_layouts(case.setup, {}, native_room(case.config), runs_natively(case.config))
+    else:
+        search = search_layouts(case.setup, {}, *_at_fewest_gpus(case))
     best = search.candidates[0] if search.candidates else None
     return Outcome(case, best, search.room.estimate(case.setup).total, search.limit, time.process_time() - start)
+
+
+def _at_fewest_gpus(case: Case) -> tuple[MemoryRoom, Callable[[StepSetup], bool]]:
+    """Return the memory of a layout on the fewest GPUs it is published for, and whether it divides them.
+
+    With fewer replicas a rank holds more of the optimizer state.
+    """
+    room = external_room(case.setup)
+
+    def estimate(setup: StepSetup) -> MemoryEstimate:
+        return room.estimate(scaled(setup, case.fewest))
+
+    def divides(setup: StepSetup) -> bool:
+        try:
+            scaled(setup, case.fewest)
+        except ConfigError:
+            return False
+        return True
+
+    return MemoryRoom(limit=room.limit, estimate=estimate), divides
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

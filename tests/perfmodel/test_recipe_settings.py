@@ -36,6 +36,24 @@ def test_recent_rows_without_knobs_get_those_of_the_same_model_gpu_and_dtype():
     assert (older.dispatcher, older.graphs) == ("alltoall", 0.0)
 
 
+def test_rows_get_what_their_release_configured_and_its_table_leaves_out():
+    row = {
+        "source": "NVIDIA-NeMo/Megatron-Bridge container-25.09@1", "model": "llama3", "size": "70b", "gpu": "gb200",
+        "dtype": "fp8", "gpus": "64", "seqlen": "8192", "gbs": "128", "mbs": "2", "tp": "1", "fsdp": "64",
+    }  # fmt: skip
+    assert parse_row(row).setup.offload_layers == 40
+    assert parse_row(row | {"source": "container-26.02"}).setup.offload_layers == 0
+    assert parse_row(row | {"dtype": "fp8-mx", "tp": "2", "pp": "4", "fsdp": "0"}).setup.mbs == 1
+
+
+def test_a_measured_run_that_cannot_fit_as_described_has_recomputed():
+    row = {"model": "llama4-scout", "gpu": "gb200", "dtype": "bf16", "gpus": "256", "seqlen": "8192", "mbs": "10",
+           "tp": "1", "ep": "16", "fsdp": "256", "notes": "framework=torchtitan; no AC"}  # fmt: skip
+    assert parse_row(row).setup.recompute == "none"
+    assert parse_row(row | {"tokens_per_s_per_gpu": "6169"}).setup.recompute == "full"
+    assert parse_row(row | {"tokens_per_s_per_gpu": "6169", "mbs": "2"}).setup.recompute == "none"
+
+
 def test_a_batch_that_contradicts_the_printed_tflops_is_refused():
     tokens = 512 * 4096
     seconds = 23.0e9 * tokens / 8 / 900e12

@@ -113,7 +113,7 @@ TABLES = [
     ("pretrain_llama3.1", LLAMA_B200, {"gpu": "b200"}),
     ("pretrain_llama3.1", LLAMA_H100, {"gpu": "h100"}),
     ("pretrain_nemotronh", NEMOTRONH_H100, {"gpu": "h100"}),
-    ("pretrain_grok1", GROK1_GB200, {"gpu": "gb200", **BOTH_DTYPES}),
+    ("pretrain_grok1", GROK1_GB200, {"gpu": "gb200", **BOTH_DTYPES, "cuda_graphs": True}),  # of its launch.sh
     ("pretrain_grok1", GROK1_H100, {"gpu": "h100", **BOTH_DTYPES}),
     ("inference_deepseek-r1", R1_THROUGHPUT_GB200, {"gpu": "gb200", **THROUGHPUT}),
     ("inference_deepseek-r1", R1_THROUGHPUT_B200, {"gpu": "b200", **THROUGHPUT}),

@@ -81,12 +81,15 @@ class NativeStep:
             terms["launch"] += longer(launched, self.work.kernels * r.eager) - launched
         return self._pipelined(terms)
 
+    def decode_graph(self, decodes: float) -> int:
+        """Return the decodes of the graph that a step without prefill replays."""
+        sizes = self.decode_sizes
+        return sizes[min(bisect_left(sizes, decodes), len(sizes) - 1)]
+
     def _padded(self, decodes: float, tokens: float, prefill: float) -> float:
         """Return the tokens of the captured step that is replayed."""
         if not prefill:
-            sizes = self.decode_sizes
-            place = bisect_left(sizes, decodes)
-            return max(tokens, sizes[min(place, len(sizes) - 1)] * (1 + self.setup.draft_tokens))
+            return max(tokens, self.decode_graph(decodes) * (1 + self.setup.draft_tokens))
         sizes = self.mixed_sizes if tokens <= MAX_MIXED_TOKENS else []
         return sizes[min(bisect_left(sizes, tokens), len(sizes) - 1)] if sizes else tokens
 

@@ -9,15 +9,19 @@ advances from one cohort, arrival or prefill to the next. The ramp-up and the dr
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from llmb.perfmodel.serving_time.closed_loop import LoopTimes
 from llmb.perfmodel.serving_time.native_step import NativeStep
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_step import ServingRates
 from llmb.perfmodel.step_time.fitted_constants import Constants
 
 MOST_WAVES = 3  # of requests per client that are followed one by one; more repeat them
 MOST_QUEUED = 6  # the same per slot, where clients wait for one
+Lines = dict[tuple[float, ...], tuple[float, float]]  # work of a step -> its seconds after a prompt, per token more
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,12 @@ class _Cohort:
     first_token_s: float
 
 
-class _Request(NamedTuple):
+class _Requests(NamedTuple):
+    """Requests sent together, which arrive one after another."""
+
+    number: int
     sent_s: float
-    arrival_s: float
+    arrival_s: float = 0.0  # of the first
 
 
 @dataclass
@@ -39,7 +46,8 @@ class _Chunks:
     tokens: int = 0
     pairs: float = 0.0
     window_pairs: float = 0.0
-    complete: list[_Request] = field(default_factory=list)
+    prompts: int = 0  # whose last chunk it is
+    complete: list[_Requests] = field(default_factory=list)
 
 
 class _Run:
@@ -56,22 +64,21 @@ class _Run:
         self.isl_pairs = (self.isl**2 / 2, _windowed(self.isl, self.window))
         self.latency, self.spacing = c["first_token_native"], c["arrival_native"]
         self.now, self.step = 0.0, 0
-        self.waiting: deque[_Request] = deque()
+        self.waiting: deque[_Requests] = deque()
         self.cohorts: deque[_Cohort] = deque()
         self.decodes, self.cached = 0, 0.0  # requests that decode, and their cached tokens
-        self.partial: tuple[_Request, int] | None = None  # a prompt of which some chunks are computed
+        self.partial: tuple[_Requests, int] | None = None  # a prompt of which some chunks are computed
         self.ttft = self.tpot = self.queue = 0.0  # sums over requests
         self.first_ttft = 0.0  # of ttft: of requests that are sent at the start, all together
         self.decode_tokens = 0.0  # of all steps
-        self.lines: dict[
-            tuple[float, ...], tuple[float, float]
-        ] = {}  # seconds of steps: after a prompt, per token more
+        unloaded = replace(setup, concurrency=1, max_batch_size=1, max_num_tokens=1, waves=1)
+        self.lines = _lines_of(unloaded, steps.rates, tuple(steps.mixed_sizes))
         self._send(min(clients, requests))
 
     def _send(self, count: int) -> None:
-        """Send requests now; they arrive one after another."""
-        first = self.now + self.latency
-        self.waiting.extend(_Request(self.now, first + place * self.spacing) for place in range(count))
+        """Send requests now."""
+        if count:
+            self.waiting.append(_Requests(count, self.now, self.now + self.latency))
 
     def run(self) -> None:
         while self.waiting or self.cohorts or self.partial:
@@ -91,29 +98,43 @@ class _Run:
             request, start = self.partial
             self.partial = None
             left -= self._chunk(chunks, request, start, left)
-        slots = self.slots - self.decodes - len(chunks.complete)
+        slots = self.slots - self.decodes - chunks.prompts
         while (
             left > 0 and slots > 0 and self.partial is None and self.waiting and self.waiting[0].arrival_s <= self.now
         ):
             if left < self.isl <= free:
                 break  # fits whole into the next step
-            slots -= 1
-            request = self.waiting.popleft()
-            self.queue += self.now - request.arrival_s
-            left -= self._chunk(chunks, request, 0, left)
+            requests = self._admit(min(slots, max(1, left // self.isl)))
+            slots -= requests.number
+            if left < self.isl:
+                left -= self._chunk(chunks, requests, 0, left)
+                continue
+            left -= requests.number * self.isl
+            chunks.tokens += requests.number * self.isl
+            chunks.pairs += requests.number * self.isl_pairs[0]
+            chunks.window_pairs += requests.number * self.isl_pairs[1]
+            chunks.prompts += requests.number
+            chunks.complete.append(requests)
         return chunks
 
-    def _chunk(self, chunks: _Chunks, request: _Request, start: int, left: int) -> int:
-        """Compute as much of a prompt as the budget leaves; return how much."""
+    def _admit(self, most: int) -> _Requests:
+        """Take the first requests that have arrived, of those that were sent together."""
+        count, sent, arrival = self.waiting.popleft()
+        waited = self.now - arrival
+        admitted = min(count, most, 1 + int(waited / self.spacing)) if self.spacing else min(count, most)
+        self.queue += admitted * waited - self.spacing * admitted * (admitted - 1) / 2
+        if admitted < count:
+            self.waiting.appendleft(_Requests(count - admitted, sent, arrival + admitted * self.spacing))
+        return _Requests(admitted, sent)
+
+    def _chunk(self, chunks: _Chunks, request: _Requests, start: int, left: int) -> int:
+        """Compute as much of one prompt as the budget leaves; return how much."""
         end = min(self.isl, start + left)
         chunks.tokens += end - start
-        if end - start == self.isl:
-            chunks.pairs += self.isl_pairs[0]
-            chunks.window_pairs += self.isl_pairs[1]
-        else:
-            chunks.pairs += (end * end - start * start) / 2
-            chunks.window_pairs += _windowed(end, self.window) - _windowed(start, self.window)
+        chunks.pairs += (end * end - start * start) / 2
+        chunks.window_pairs += _windowed(end, self.window) - _windowed(start, self.window)
         if end == self.isl:
+            chunks.prompts += 1
             chunks.complete.append(request)
         else:
             self.partial = (request, end)
@@ -122,16 +143,15 @@ class _Run:
     def _prefill(self, chunks: _Chunks) -> None:
         """Advance by a step with prompt chunks; in a pipeline every stage is busy with it for its part only."""
         context = self._context(0.0)
-        mixed = self._seconds(context, chunks.tokens, len(chunks.complete), chunks.pairs, chunks.window_pairs)
+        mixed = self._seconds(context, chunks.tokens, chunks.prompts, chunks.pairs, chunks.window_pairs)
         alone = self._seconds(context) if self.stages > 1 and self.decodes else 0.0
         seconds = alone + (mixed - alone) / self.stages
         through = mixed - seconds  # until the last stage
         self._advance(1, seconds)
-        for request in chunks.complete:
-            self.ttft += self.now + through - request.sent_s
-            self.first_ttft += self.now + through if request.sent_s == 0.0 else 0.0
-        if chunks.complete:
-            count = len(chunks.complete)
+        for requests in chunks.complete:
+            self.ttft += requests.number * (self.now + through - requests.sent_s)
+            self.first_ttft += requests.number * (self.now + through) if requests.sent_s == 0.0 else 0.0
+        if count := chunks.prompts:
             self.cohorts.append(_Cohort(count, self.step + self.length, self.now))
             self.decodes += count
             self.cached += count * (self.isl + 1)
@@ -156,17 +176,14 @@ class _Run:
         self, context: float, prefill: int = 0, prompts: int = 0, pairs: float = 0.0, window_pairs: float = 0.0
     ) -> float:
         """Return the time of a step, which grows with the context of its decodes along a line."""
-        key = (self.decodes, prefill, prompts, pairs, window_pairs)
+        graph = 0 if prefill else self.steps.decode_graph(self.decodes / self.stages)
+        key = (self.decodes, graph, prefill, prompts, pairs, window_pairs)
         if key not in self.lines:
+            work = {"prefill": prefill, "prompts": prompts, "pairs": pairs, "window_pairs": window_pairs}
             start, end = (
-                total(
-                    self.steps.terms(
-                        decodes=self.decodes / self.stages, context=length, prefill=prefill, prompts=prompts,
-                        pairs=pairs, window_pairs=window_pairs,
-                    )
-                )
+                total(self.steps.terms(decodes=self.decodes / self.stages, context=length, **work))
                 for length in (float(self.isl), float(self.isl + self.osl))
-            )  # fmt: skip
+            )
             self.lines[key] = (start, (end - start) / self.osl)
         start, per_token = self.lines[key]
         return start + per_token * (context - self.isl) if self.decodes else start
@@ -188,6 +205,12 @@ class _Run:
             followers = min(cohort.requests, self.unsent)
             self.unsent -= followers
             self._send(followers)
+
+
+@lru_cache(maxsize=4)
+def _lines_of(unloaded: ServingSetup, rates: ServingRates, mixed_sizes: tuple[int, ...]) -> Lines:
+    """Return the known steps of a layout, which are the same under any load and token budget."""
+    return {}
 
 
 def run_times(steps: NativeStep, slots: int, c: Constants) -> LoopTimes:

@@ -66,6 +66,11 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
     )
 
 
+def running_requests(setup: ServingSetup) -> int:
+    """Return how many requests run at once: all clients', or what the batch limit and the KV cache admit."""
+    return int(load_of(setup, serving_work(setup)).slots)
+
+
 def serving_device(setup: ServingSetup) -> Device:
     """Return the GPU of a setup: as `probe` measured it, or else of the table."""
     return device(setup.gpu) if setup.rates is None else measured_device(setup.rates)

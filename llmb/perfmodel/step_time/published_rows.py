@@ -15,7 +15,7 @@ from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, LlmbError
 from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
-from llmb.perfmodel.step_time.predictor import model_flops, peak_flops
+from llmb.perfmodel.step_time.predictor import model_flops, peak_flops, step_memory
 from llmb.perfmodel.step_time.recipe_settings import with_recipe
 from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, Recompute, StepSetup, parse_dtype
 from llmb.perfmodel.step_time.waterfall import step_work
@@ -24,6 +24,7 @@ DEFAULT_SEQLEN = 8192  # of Llama 3 in torchtitan, whose tables leave it out
 REDUCED_WATTS = 500.0  # of the H100 with 96 GB in torchtitan's tables
 PACKED_TOKENS = 512  # per document of the question-answering data that fine-tuning recipes pack into sequences
 BATCH_TOLERANCE = 0.2  # of log FLOPs: formulas for attention and MTP differ by less, batches by a factor of 2
+IMPOSSIBLE = 2.0  # times the memory of the GPU: beyond what an estimate may miss
 POSITIVE = ("gpus", "mbs", "tp", "pp", "cp", "ep")
 GRAPH_PARTS = ("attn", "mamba", "moe_router", "moe_preprocess")
 
@@ -54,10 +55,19 @@ def parse_row(cells: dict[str, str], number: int = 0) -> PublishedRow:
     try:
         setup = _setup(cells)
         seconds = measured_step_time(cells, setup)
+        setup = setup if seconds is None else _as_run(setup)
         _check_batch(cells, setup, seconds)
         return PublishedRow(number=number, cells=cells, setup=setup, step_time_s=seconds)
     except LlmbError as error:
         return PublishedRow(number=number, cells=cells, reason=str(error).split("; choices are")[0])
+
+
+def _as_run(setup: StepSetup) -> StepSetup:
+    """Return a measured run with every layer recomputed where it cannot have run as described, for lack of memory."""
+    capacity = setup.gpu_memory_bytes
+    if setup.recompute != "none" or capacity is None or step_memory(setup).total < IMPOSSIBLE * capacity:
+        return setup
+    return replace(setup, recompute="full")
 
 
 def _cell(name: str, value: str | None) -> str:

@@ -17,11 +17,12 @@ KNOBS = ("cuda_graphs", "notes")  # settings that hold on any number of GPUs
 
 
 def with_recipe(cells: dict[str, str], shape: ModelShape, dtype: str, recent: bool) -> dict[str, str]:
-    """Return a row with empty cells filled from the recipe it names.
+    """Return a row with the settings of its release, and with empty cells filled from the recipe it names.
 
     A `recent` row, of the releases that the recipes are of, that names none and describes no knobs gets those of the
     recipe for the same model, GPU and dtype.
     """
+    cells = _as_released(cells, shape, dtype)
     notes = cells.get("notes", "")
     named = re.search(r"recipe=(\w+?)(_config)?\b", notes)
     if named and named[1] in _recipes():
@@ -35,6 +36,20 @@ def with_recipe(cells: dict[str, str], shape: ModelShape, dtype: str, recent: bo
     return cells
 
 
+def _as_released(cells: dict[str, str], shape: ModelShape, dtype: str) -> dict[str, str]:
+    """Return a row with the settings that its table leaves out or contradicts."""
+    release = re.search(r"(container-|\bv)(\d\d\.\d\d)\b", cells.get("source", ""))
+    if release is None:
+        return cells
+    for settings in _data()["releases"]:
+        same = (settings["release"], settings["gpu"], settings["dtype"]) == (release[2], cells.get("gpu"), dtype)
+        if same and find_model(settings["model"]) == shape:
+            names = tuple(name for name in settings if name not in ("release", *IDENTITY))
+            described = {name: cell for name, cell in cells.items() if name == "notes" or name not in names}
+            return _filled(described, settings, names)
+    return cells
+
+
 def _filled(cells: dict[str, str], settings: dict[str, Any], names: tuple[str, ...]) -> dict[str, str]:
     filled = dict(cells)
     for name in names:
@@ -45,7 +60,11 @@ def _filled(cells: dict[str, str], settings: dict[str, Any], names: tuple[str, .
     return filled
 
 
-@cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    data: dict[str, dict[str, dict[str, Any]]] = load_yaml(SETTINGS_FILE, "a section recipes")
-    return data["recipes"]
+    recipes: dict[str, dict[str, Any]] = _data()["recipes"]
+    return recipes
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return load_yaml(SETTINGS_FILE, "sections recipes and releases")

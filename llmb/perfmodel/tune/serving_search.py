@@ -4,8 +4,8 @@
     result.best.setup, result.best.tokens_per_s_per_gpu, result.pareto
 
 For each layout and token budget the concurrency rises until a limit is exceeded or the KV cache is full; the last one
-that keeps the limits is found by bisection. A fixed concurrency is served with batches of any size. TTFT and TPOT are
-predicted means.
+that keeps the limits is found by bisection, where another layout does not surpass it anyway. A fixed concurrency is
+served with batches of any size. TTFT and TPOT are predicted means.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmb.errors import ConfigError
-from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
+from llmb.perfmodel.serving_time.closed_loop import SEPARATE_PREFILL
+from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving, running_requests
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.tune.pareto import pareto_set
 from llmb.perfmodel.tune.serving_space import serving_space
@@ -72,16 +73,19 @@ def search_serving(
 ) -> ServingSearch:
     """Predict settings of engines on these GPUs; `is_runnable` leaves out those that an engine refuses."""
     fixed = fixed or {}
-    loaded: list[ServingCandidate] = []
+    ladders: list[list[ServingCandidate]] = []
     misfit, considered = None, 0
     for setup in serving_space(base, gpus, fixed):
         considered += 1
         if is_runnable is not None and not is_runnable(setup):
             continue
         try:
-            loaded += _loads(setup, limits, fixed)
+            ladders.append(list(_loads(setup, limits, fixed)))
         except ConfigError as error:  # the weights do not fit
             misfit = str(error)
+    loaded = [candidate for ladder in ladders for candidate in ladder]
+    if "concurrency" not in fixed:
+        loaded += _last_passing(ladders, limits, fixed.get("max_batch_size"))
     passing = sorted((c for c in loaded if c.keeps(limits)), key=lambda c: -c.tokens_per_s_per_gpu)
     least = {name: min(loaded, key=lambda c: getattr(c.prediction, name)) for name in limits} if loaded else {}
     return ServingSearch(
@@ -94,18 +98,23 @@ def _loads(setup: ServingSetup, limits: Limits, fixed: Mapping[str, Any]) -> Ite
     """Yield one layout under more and more clients; under a fixed number of them, with larger and larger batches."""
     batch, clients = fixed.get("max_batch_size"), fixed.get("concurrency")
     if clients is not None:
-        slots = int(_candidate(setup, clients, MOST_CLIENTS).prediction.batch)
+        slots = running_requests(_under_load(setup, clients, MOST_CLIENTS))
         for size in (batch,) if batch else _batches(-(-slots // setup.attention_dp), -(-clients // setup.attention_dp)):
             yield _candidate(setup, clients, size)
         return
-    before = 0
-    for count in _ladder(int(_candidate(setup, MOST_CLIENTS, batch).prediction.batch)):  # more would wait for the cache
+    most = min(running_requests(_under_load(setup, MOST_CLIENTS, batch)), setup.attention_dp * _most_decodes(setup))
+    for count in _ladder(most):  # more would wait for the cache
         candidate = _candidate(setup, count, batch)
         yield candidate
         if not candidate.keeps(limits):
-            yield from _bisected(setup, before, count, limits, batch)
             return
-        before = count
+
+
+def _most_decodes(setup: ServingSetup) -> int:
+    """Return the requests of a replica that a step computes a token of, where prompts share the steps of decodes."""
+    if setup.engine in SEPARATE_PREFILL:
+        return MOST_CLIENTS
+    return max(1, int(setup.max_num_tokens / (1 + setup.draft_tokens)))
 
 
 def _batches(most: int, clients: int) -> list[int]:
@@ -120,19 +129,37 @@ def _ladder(most: int) -> list[int]:
     return sorted({*powers, max(1, 3 * most // 4), most})
 
 
-def _bisected(
-    setup: ServingSetup, passing: int, exceeded: int, limits: Limits, batch: int | None
+def _last_passing(
+    ladders: list[list[ServingCandidate]], limits: Limits, batch: int | None
 ) -> Iterator[ServingCandidate]:
-    """Yield concurrencies between one that keeps the limits and one that does not."""
-    while exceeded - passing > max(1.0, PRECISION * passing):
-        middle = (passing + exceeded) // 2
-        candidate = _candidate(setup, middle, batch)
-        yield candidate
-        passing, exceeded = (middle, exceeded) if candidate.keeps(limits) else (passing, middle)
+    """Yield concurrencies between the last of a ladder that keeps the limits and the one that does not, by bisection.
+
+    A ladder is left out where some candidate has both the throughput of the latter and the speed of the former.
+    """
+    front = [c for ladder in ladders for c in ladder if c.keeps(limits)]
+    for ladder in sorted(ladders, key=lambda ladder: -ladder[-1].tokens_per_s_per_gpu):
+        if len(ladder) < 2 or ladder[-1].keeps(limits):
+            continue
+        setup, throughput, speed = ladder[0].setup, ladder[-1].tokens_per_s_per_gpu, ladder[-2].tokens_per_s_per_user
+        if any(c.tokens_per_s_per_gpu >= throughput and c.tokens_per_s_per_user >= speed for c in front):
+            continue
+        passing, exceeded = ladder[-2].setup.concurrency, ladder[-1].setup.concurrency
+        while exceeded - passing > max(1.0, PRECISION * passing):
+            candidate = _candidate(setup, (passing + exceeded) // 2, batch)
+            yield candidate
+            if candidate.keeps(limits):
+                passing = candidate.setup.concurrency
+                front.append(candidate)
+            else:
+                exceeded = candidate.setup.concurrency
 
 
 def _candidate(setup: ServingSetup, clients: int, batch: int | None) -> ServingCandidate:
-    """Return the prediction for a number of clients; without a batch, an engine runs the requests of all of them."""
-    size = batch or -(-clients // setup.attention_dp)
-    under_load = replace(setup, concurrency=clients, max_batch_size=size)
+    """Return the prediction for a number of clients."""
+    under_load = _under_load(setup, clients, batch)
     return ServingCandidate(under_load, predict_serving(under_load))
+
+
+def _under_load(setup: ServingSetup, clients: int, batch: int | None) -> ServingSetup:
+    """Return a setup with a number of clients; without a batch, an engine runs the requests of all of them."""
+    return replace(setup, concurrency=clients, max_batch_size=batch or -(-clients // setup.attention_dp))
