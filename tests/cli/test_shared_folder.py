@@ -72,7 +72,8 @@ def finish_all(root: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_two_users_of_a_group_share_a_folder(root, config, umask):
+def test_two_users_of_a_group_share_a_folder(root, config, umask, campaign):
+    campaign("users of one folder, per umask", 2)
     assert "is shared with group users" in as_user(FIRST, GROUP, lambda: share_folder(root, GROUP), umask)
     assert as_user(FIRST, GROUP, lambda: run_once(root, config), umask) == "L1"
     assert as_user(SECOND, GROUP, lambda: run_once(root, config), umask) == "L2"

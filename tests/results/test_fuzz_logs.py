@@ -117,7 +117,8 @@ def test_lines_selected_by_words_give_the_events_of_all_lines(tmp_path, reader):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
-def test_ten_thousand_damaged_logs(tmp_path, seed):
+def test_ten_thousand_damaged_logs(tmp_path, seed, campaign):
+    campaign("damaged logs", 1000)
     chance = random.Random(1000 + seed)
     for _ in range(1000):
         check(damaged(chance), tmp_path, chance)
