@@ -13,7 +13,7 @@ from llmb.config.recipe import Recipe
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import to_json
-from llmb.events import Event, RequestDone, RunEnded, RunStarted, StepDone
+from llmb.events import Event, RequestDone, RunEnded, RunStarted, StepDone, event_line
 
 GIB = 2**30
 TOKENS = 16  # of each request
@@ -49,7 +49,7 @@ def write_run(folder: Path, recipes: dict[str, Recipe], kind: str, count: int, s
     events = _steps(count, chance) if kind == "steps" else _requests(count, chance)
     with (folder / "events.rank0.jsonl").open("w") as lines:
         for event in (RunStarted(time=0.0, gpu_name="NVIDIA H200"), *events, RunEnded(time=1e6, status="ok")):
-            lines.write(to_json({"event": type(event).__name__, **vars(event)}) + "\n")
+            lines.write(event_line(event))
     return folder
 
 
