@@ -23,7 +23,8 @@ from llmb.errors import ConfigError
 from llmb.events import RunEnded, append
 from llmb.launch.engine_log import EngineLog
 from llmb.launch.event_tail import append_run_end
-from llmb.launch.run_folder import RunFolder, make_folder, store_path, write_pid_file
+from llmb.launch.run_files.pid_file import write_pid_file
+from llmb.launch.run_folder import RunFolder, make_folder, store_path
 from llmb.launch.run_lock import exclusive_run_lock
 from llmb.results.job_store import Store
 

@@ -18,7 +18,9 @@ from llmb.cli.stored_runs import load_run, write_result
 from llmb.config.serialization import convert, read_json
 from llmb.launch.archive.run_origin import read_origin
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunFolder, is_alive, short_paths
+from llmb.launch.run_files.pid_file import is_alive
+from llmb.launch.run_files.short_path import short_paths
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.slurm_jobs import SlurmUnavailable
 from llmb.launch.slurm.submission import read_submission
 from llmb.perfmodel.garbage_collection import paused_garbage_collection
