@@ -144,8 +144,10 @@ def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
 
 
 def parse_environment(pairs: list[str]) -> dict[str, str]:
-    """Return the variables of NAME=VALUE pairs."""
+    """Return the variables of NAME=VALUE pairs, and hide secret ones from `ps`."""
     from llmb.errors import ConfigError
+    from llmb.launch.process_arguments import hide_arguments
+    from llmb.launch.secrets import is_secret
 
     variables = {}
     for pair in pairs:
@@ -153,6 +155,7 @@ def parse_environment(pairs: list[str]) -> dict[str, str]:
         if not equals or not name.isidentifier():
             raise ConfigError(f"--env: expected NAME=VALUE, got {pair!r}")
         variables[name] = value
+    hide_arguments(value for name, value in variables.items() if is_secret(name, value))
     return variables
 
 
