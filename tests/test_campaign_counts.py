@@ -1,6 +1,7 @@
 """Counts of campaigns: recorded by test, added up by campaign, and never written by hand."""
 
 import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +32,7 @@ def test_the_last_run_of_each_test_counts(tmp_path):
     assert campaigns.table(counts).splitlines()[2].startswith("| kills | 1,008 | 8 | `test_a.py` | 20")
 
 
+@pytest.mark.skipif("LLMB_CAMPAIGN_COUNTS" in os.environ, reason="counts are being recorded; the table is written last")
 def test_the_table_is_that_of_the_recorded_counts():
     page, counts = campaigns.PAGE.read_text(), json.loads(campaigns.COUNTS.read_text())
     assert campaigns.with_table(page, counts) == page
