@@ -48,8 +48,10 @@ test:
 test-cpu: $(VENV)/test $(VENV)/slurm $(VENV)/chromium
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
 
+# What campaigns counted becomes a table in docs/reliability.md, even if some of them failed.
+test-all: export LLMB_CAMPAIGN_COUNTS = $(CURDIR)/docs/campaigns.json
 test-all: test peers
-	$(PYTEST) -m "nightly and not gpu"
+	$(PYTEST) -m "nightly and not gpu"; status=$$?; $(BIN)/python docs/campaigns.py; exit $$status
 
 # Compiling kernels takes the CPU longer than running them takes the GPU: several workers share it. Tests that measure time
 # or take most of its memory run alone.

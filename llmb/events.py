@@ -10,10 +10,11 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cache, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from sys import intern
 from types import NoneType
@@ -22,7 +23,7 @@ from typing import Any, get_args
 from llmb.config.serialization import current_names, field_types, open_regular_file, to_json
 from llmb.config.spec import Status
 from llmb.errors import ConfigError
-from llmb.formats.json_checks import Check, conversion
+from llmb.formats.json_checks import PLAIN_CHECKS, Check, check_range, conversion
 
 HANG_REPORT_SIGNAL = signal.SIGUSR2  # makes a rank write its HangReport
 
@@ -64,11 +65,12 @@ class RunResumed:
     differences: tuple[str, ...] = ()  # from the run that wrote it, accepted by force_resume
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class StepDone:
     """One optimizer step. Null: unknown, as when an external log does not print it.
 
-    Not frozen, as RequestDone: a run may have a million of them, and a frozen one takes five times as long to build.
+    Not frozen and with slots, as RequestDone: a run may have a million of them, and a frozen one takes five times as
+    long to build.
     """
 
     time: float | None = None
@@ -86,7 +88,7 @@ class StepDone:
     reported_tokens_per_s_per_gpu: float | None = None  # printed instead of seconds, as torchtitan does
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class RequestDone:
     """One inference request; times are seconds since the start of the benchmark, which is the same for all ranks.
 
@@ -286,12 +288,24 @@ RENAMED_TYPES = {"Whereabouts": "HangReport"}  # name in older files: current na
 _DECODER = json.JSONDecoder()
 
 
+def event_line(event: Event) -> str:
+    """Return the line of an event."""
+    kind: Any = type(event)
+    values = {name: getattr(event, name) for name in _field_names(kind)}  # asdict would copy every number
+    return to_json({"event": kind.__name__, **values}) + "\n"
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclass_fields(kind))
+
+
 def append(path: Path, event: Event) -> None:
     """Append one line with a single write, so that a killed run leaves complete lines and at most one truncated one.
 
     A line that a full disk takes only in part is truncated away: it would corrupt the next line.
     """
-    line = to_json({"event": type(event).__name__, **vars(event)}) + "\n"  # asdict would copy every number
+    line = event_line(event)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         data = line.encode()
@@ -309,8 +323,10 @@ def parse(line: str | bytes) -> Event | None:
         data = _json_object(line)
         name = data.pop("event")
         kind = TYPES[RENAMED_TYPES.get(name, name)]
-        given_fields, checks = _checks(kind, tuple(data), tuple(map(type, data.values())))
+        given_fields, numbers, checks = _checks(kind, tuple(data), tuple(map(type, data.values())))
         fields = {name: data[key] for name, key in given_fields}
+        if numbers is not None:
+            check_range(numbers(data))
         for name, convert in checks:
             fields[name] = convert(fields[name])
         event: Event = kind(**fields)
@@ -332,26 +348,30 @@ def _json_object(line: str | bytes) -> dict[str, Any]:
 @lru_cache(maxsize=1000)
 def _checks(
     kind: type, keys: tuple[str, ...], types: tuple[type, ...]
-) -> tuple[list[tuple[str, str]], list[tuple[str, Check]]]:
-    """Return the fields of `kind` that a line gives, with their keys in it, and the check of each that is not null.
+) -> tuple[list[tuple[str, str]], Callable[[dict[str, Any]], Sequence[float]] | None, list[tuple[str, Check]]]:
+    """Return the fields of `kind` that a line gives, with their keys in it; what gets all its numbers, to check their
+    range; and the check of each other value.
 
     Nearly all lines of a file have the same fields with values of the same types, and there may be a million of them:
-    nulls are checked here, once for all, and left out where they are the default.
+    types of plain values are checked here, once for all, and nulls are left out where they are the default.
     """
     conversions, defaults = _conversions(kind), {field.name: field.default for field in dataclass_fields(kind)}
-    given_fields, checks = [], []
+    given_fields, numbers, checks = [], [], []
     type_of = dict(zip(keys, types, strict=True))
     for name, key in current_names(kind.__name__, dict(zip(keys, keys, strict=True))).items():
         if name not in conversions:
             continue
         convert, nullable = conversions[name]
-        if type_of[key] is not NoneType:
+        if type_of[key] in PLAIN_CHECKS.get(convert, ()):
+            numbers += [key] if type_of[key] in (int, float) else []
+        elif type_of[key] is not NoneType:
             checks.append((intern(name), convert))
         elif not nullable:
             raise TypeError(name)
         if type_of[key] is not NoneType or defaults[name] is not None:
             given_fields.append((intern(name), key))  # interned: keyword arguments are matched faster
-    return given_fields, checks
+    get_numbers = itemgetter(*numbers, numbers[0]) if numbers else None  # twice: of one key it would get no tuple
+    return given_fields, get_numbers, checks
 
 
 @cache

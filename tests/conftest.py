@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from campaign_counts import record_campaigns
 from hypothesis import settings
 
 from llmb.config.overrides import SELECTOR_VARIABLES, VARIABLES
@@ -68,6 +69,21 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from looking through all imported modules again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def campaign(record_property):
+    """Counts cases of a campaign: `campaign("mutated inputs", 30_000)`; `make test-all` adds up those that passed."""
+
+    def count(name: str, cases: int) -> None:
+        record_property(f"campaign {name}", cases)
+
+    return count
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and not report.skipped and "LLMB_CAMPAIGN_COUNTS" in os.environ:
+        record_campaigns(Path(os.environ["LLMB_CAMPAIGN_COUNTS"]), report)
 
 
 @pytest.fixture(autouse=True)

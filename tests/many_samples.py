@@ -13,10 +13,25 @@ from llmb.config.recipe import Recipe
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import to_json
-from llmb.events import Event, RequestDone, RunEnded, RunStarted, StepDone
+from llmb.events import Event, RequestDone, RunEnded, RunStarted, StepDone, event_line
 
 GIB = 2**30
 TOKENS = 16  # of each request
+RUN = ["-m", "llmb.cli.llmb_run"]
+DERIVE = """
+import sys
+from llmb.cli.jobs.jobs import open_run
+from llmb.cli.stored_runs import write_result
+run = open_run(sys.argv[1])
+write_result(run, run.read_config())
+"""
+SHOW = """
+import sys
+from llmb.cli.jobs.jobs import open_run
+from llmb.cli.stored_runs import load_run
+from llmb.report.summary import summary
+print(summary(load_run(open_run(sys.argv[1]))[1]))
+"""
 
 
 def write_run(folder: Path, recipes: dict[str, Recipe], kind: str, count: int, seed: int) -> Path:
@@ -34,7 +49,7 @@ def write_run(folder: Path, recipes: dict[str, Recipe], kind: str, count: int, s
     events = _steps(count, chance) if kind == "steps" else _requests(count, chance)
     with (folder / "events.rank0.jsonl").open("w") as lines:
         for event in (RunStarted(time=0.0, gpu_name="NVIDIA H200"), *events, RunEnded(time=1e6, status="ok")):
-            lines.write(to_json({"event": type(event).__name__, **vars(event)}) + "\n")
+            lines.write(event_line(event))
     return folder
 
 
@@ -78,3 +93,15 @@ def cost_of(*arguments: str) -> Cost:
     )  # fmt: skip
     _, status, used = os.wait4(process, 0)
     return Cost(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / GIB)
+
+
+def sample_costs(folder: Path, recipes: dict[str, Recipe], kind: str, count: int) -> dict[str, Cost]:
+    """Write two runs with many steps or requests; return the cost of each command over them. Leaves `page.html`."""
+    a, b = (str(write_run(folder / f"run{n}", recipes, kind, count, n)) for n in (1, 2))
+    return {
+        "derive": cost_of("-c", DERIVE, a),
+        "derive the other": cost_of("-c", DERIVE, b),
+        "show": cost_of("-c", SHOW, a),
+        "compare": cost_of(*RUN, "compare", a, b),
+        "report": cost_of(*RUN, "report", a, "-o", str(folder / "page.html")),
+    }

@@ -52,11 +52,11 @@ def run_read(options: argparse.Namespace) -> int:
     from llmb.report.summary import summary
     from llmb.results.derive import derive
     from llmb.results.log_window import step_window
-    from llmb.results.readers.reader_choice import detect, read_log
+    from llmb.results.readers.reader_choice import check_reader, log_formats, read_formats
 
     window = _window(options.window) if options.window else None
-    events = read_log(options.log, options.reader)
-    log_format = options.reader or detect(options.log)
+    formats = [check_reader(options.reader)] if options.reader else log_formats(options.log)
+    events, log_format = read_formats(options.log, formats), next(iter(formats), None)
     usual = usual_window(options.log, log_format, _recipe_windows())
     result = derive(
         None,

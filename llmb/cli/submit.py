@@ -144,8 +144,10 @@ def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
 
 
 def parse_environment(pairs: list[str]) -> dict[str, str]:
-    """Return the variables of NAME=VALUE pairs."""
+    """Return the variables of NAME=VALUE pairs, and hide secret ones from `ps`."""
     from llmb.errors import ConfigError
+    from llmb.launch.process_arguments import hide_arguments
+    from llmb.launch.secrets import is_secret
 
     variables = {}
     for pair in pairs:
@@ -153,6 +155,7 @@ def parse_environment(pairs: list[str]) -> dict[str, str]:
         if not equals or not name.isidentifier():
             raise ConfigError(f"--env: expected NAME=VALUE, got {pair!r}")
         variables[name] = value
+    hide_arguments(value for name, value in variables.items() if is_secret(name, value))
     return variables
 
 
@@ -280,8 +283,8 @@ def run_one(
     from llmb.cli.report.page_writer import write_report
     from llmb.config.serialization import to_json
     from llmb.report.live_progress import LiveLine
+    from llmb.report.screen_summary import closing_text
     from llmb.report.serving_overview import overview
-    from llmb.report.summary import summary
     from llmb.report.terminal.colour import print_report
 
     output = sys.stderr if as_json else sys.stdout
@@ -297,11 +300,11 @@ def run_one(
         run_dir, outcome, result = execute(config, environment, location, announce, live.show, python=python, **lineage)
     finally:
         live.close()
-    print_report(f"\n{summary(result)}\n\nrun folder: {run_dir.short_path}", output)
+    below = list(describe_profile(run_dir, config))
     if overview(result, config):
-        print(f"all figures, in the layout of trtllm-bench: llmb-run jobs log {jobs[0]}", file=output)
-    for line in describe_profile(run_dir, config):
-        print(line, file=output)
+        below.insert(0, f"all figures, in the layout of trtllm-bench: llmb-run jobs log {jobs[0]}")
+    other_lines = 3 + report  # job, run folder and progress above, the path of the page below
+    print_report(closing_text(result, f"run folder: {run_dir.short_path}", below, other_lines), output)
     if report:
         print(write_report(run_dir), file=output)
     if as_json:

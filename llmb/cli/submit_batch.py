@@ -20,7 +20,8 @@ from llmb.config.spec import RunConfig
 from llmb.errors import LaunchError, LlmbError
 from llmb.launch.command import build_launch_spec, check_engine, engine_environment
 from llmb.launch.engines.containers import check_image, find_container, pyxis_options
-from llmb.launch.run_folder import RunFolder, write_pid_file
+from llmb.launch.run_files.pid_file import write_pid_file
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.secrets import mask
 from llmb.launch.slurm import slurm_jobs
 from llmb.launch.slurm.cluster_config import Cluster

@@ -30,6 +30,11 @@ def small_proxy(model: Model, layout: Parallel = ONE_RANK) -> Model:
     """Return a model of the same structure with a few million parameters, which the layout divides."""
     group = model.heads // model.kv_heads  # query heads per KV head
     kv_heads = min(model.kv_heads, 4 if group == 1 else 2)
+    if not 1 <= kv_heads * group <= WIDTH:
+        raise ConfigError(
+            f"model.heads={model.heads}, model.kv_heads={model.kv_heads}: a small proxy has 1 to {WIDTH} heads, "
+            f"not {kv_heads * group}"
+        )
     head_dim = 1 << ((WIDTH // (kv_heads * group)).bit_length() - 1)
     hidden = kv_heads * group * head_dim
     kv_heads = math.lcm(kv_heads, layout.tp)

@@ -63,6 +63,7 @@ class Recipe:
             merged[name] = {**merged[name], **value} if nested else value
         model = build(Model, merged, f"{self.workload} model {size}")
         _check_sizes(model, f"{self.workload} model {size}")
+        _check_patterns(model, f"{self.workload} model {size}")
         return model
 
     def matching(self, proxy: bool = False, **selectors: Any) -> list[Row]:
@@ -86,6 +87,16 @@ def _check_sizes(part: Any, where: str) -> None:
             lowest, highest = int(name in POSITIVE_SIZES), MOST_LAYERS if "layers" in name else LARGEST_SIZE
             if not lowest <= value <= highest:
                 raise ConfigError(f"{where}: {name}: {value} is out of range; it must be {lowest} to {highest:,}")
+
+
+def _check_patterns(model: "Model", where: str) -> None:
+    """Refuse letters that stand for no kind of layer."""
+    if model.pattern is not None and (len(model.pattern) < model.layers or not set(model.pattern) <= set("M*-E")):
+        raise ConfigError(
+            f"{where}: pattern: {model.layers} letters are needed: M mamba, * attention, - MLP, E experts"
+        )
+    if not model.attention_pattern or not set(model.attention_pattern) <= set("FSN"):
+        raise ConfigError(f"{where}: attention_pattern: F full, S sliding window, N full without position embedding")
 
 
 def _matches(row: Row, selectors: dict[str, Any]) -> bool:

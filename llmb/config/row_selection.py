@@ -151,7 +151,8 @@ def _nearest_use_case(recipe: Recipe, rows: list[Row], request: RunRequest) -> s
     """Return the use case whose lengths differ from the requested ones by the smallest factors."""
     lengths = _lengths(request.settings)
     if lengths is None:  # none is requested, and the recipe does not list the default one
-        raise ConfigError(f"{recipe.workload}: give one of its use cases: {', '.join(recipe.values('use_case'))}")
+        use_cases = ", ".join(map(str, recipe.values("use_case")))
+        raise ConfigError(f"{recipe.workload}: give one of its use cases: {use_cases}")
 
     def distance(row: Row) -> float:
         cells: list[Any] = [row.get(name) for name in ("isl", "osl")]

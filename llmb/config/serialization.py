@@ -10,6 +10,7 @@ validation library would take longer than all of `llmb-run list`.
 import errno
 import json
 import math
+import operator
 import os
 import stat
 import types
@@ -52,6 +53,8 @@ def current_names(cls_name: str, data: dict[str, Any], prefix: str = "") -> dict
 
     Keys may carry a prefix ("model.mla"). An old name next to the current one is left for the caller to refuse.
     """
+    if cls_name not in RENAMED_FIELDS and cls_name not in MAPPINGS:
+        return data
     for name, inner in MAPPINGS.get(cls_name, {}).items():
         if isinstance(data.get(name), dict):
             data = data | {name: current_names(inner, data[name])}
@@ -75,14 +78,14 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
         raise ConfigError(f"{path}: expected a mapping of fields, got {_show(data)}")
     data = current_names(cls.__name__, data)
     dataclass_fields = _fields_of(cls)  # type: ignore[arg-type]
-    for name in data:
-        if name not in dataclass_fields:
-            raise UnknownName(f"field in {path}:", name, dataclass_fields)
-    values = {}
+    if not data.keys() <= dataclass_fields.keys():
+        name = next(name for name in data if name not in dataclass_fields)
+        raise UnknownName(f"field in {path}:", name, dataclass_fields)
+    values = {}  # by the dataclass's own name objects: keyword arguments are matched by identity first
     for name, field in dataclass_fields.items():
         if name in data:
             value = data[name]
-            is_plain = type(value) in field.plain_types
+            is_plain = type(value) in field.plain_types or (type(value) is str and value in field.literals)
             values[name] = value if is_plain else convert(field.kind, value, f"{path}.{name}")
         elif field.required:
             raise ConfigError(f"{path}: field {name!r} is missing")
@@ -90,20 +93,22 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
 
 
 class _Field(NamedTuple):
-    """What `build` needs to know of a field."""
+    """What `build` needs to know of a field: of ten thousand runs nearly all values need no conversion."""
 
     kind: Any
-    plain_types: frozenset[type]  # of plain values that need no conversion: nearly all of those of ten thousand runs
+    plain_types: frozenset[type]  # of values that need none
+    literals: frozenset[str]  # texts that need none
     required: bool
 
 
 @cache
 def _fields_of(cls: Any) -> dict[str, _Field]:
-    types_by_name = field_types(cls)
+    kinds = field_types(cls)
     return {
         field.name: _Field(
-            types_by_name[field.name],
-            _plain_types(types_by_name[field.name]),
+            kinds[field.name],
+            _plain_types(kinds[field.name]),
+            _literals(kinds[field.name]),
             field.default is MISSING and field.default_factory is MISSING,
         )
         for field in fields(cls)
@@ -111,10 +116,19 @@ def _fields_of(cls: Any) -> dict[str, _Field]:
 
 
 def _plain_types(kind: Any) -> frozenset[type]:
-    origin, args = _origin_and_args(kind)
-    choices = args if origin in (typing.Union, types.UnionType) else (kind,)
-    plain = {choice for choice in choices if choice in (str, int, float, bool, type(None))}
+    plain = {choice for choice in _choices(kind) if choice in (str, int, float, bool, type(None))}
     return frozenset(plain - {int} if float in plain else plain)  # a whole number is converted to the other kind
+
+
+def _literals(kind: Any) -> frozenset[str]:
+    literals = (_origin_and_args(choice) for choice in _choices(kind))
+    texts = (args for origin, args in literals if origin is typing.Literal)
+    return frozenset(text for group in texts for text in group if type(text) is str)
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    origin, args = _origin_and_args(kind)
+    return args if origin in (typing.Union, types.UnionType) else (kind,)
 
 
 @cache
@@ -127,6 +141,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     """Convert a value to the type `kind`; a ConfigError names its path and the expected type."""
     if kind is Any or type(value) is kind:
         return value
+    if type(kind) is type and is_dataclass(kind):
+        return value if isinstance(value, kind) else build(kind, value, where)
     origin, args = _origin_and_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, where)
@@ -140,13 +156,13 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         item_kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         if len(item_kinds) != len(value):
             raise ConfigError(f"{where}: expected {len(args)} values, got {len(value)}")
+        if all(map(operator.is_, map(type, value), item_kinds)):
+            return tuple(value)
         return tuple(convert(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(item_kinds, value, strict=True)))
     if origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: expected a mapping, got {_show(value)}")
         return {convert(args[0], k, where): convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    if is_dataclass(kind):
-        return value if isinstance(value, kind) else build(kind, value, where)  # type: ignore[arg-type]
     if kind is float and type(value) in (int, float):
         return float(value)
     raise ConfigError(f"{where}: expected {_name(kind)}, got {_show(value)}")

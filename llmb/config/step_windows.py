@@ -27,7 +27,7 @@ def fit_window(values: Row, overrides: list[Override]) -> None:
     steps, overridden = values["steps"], {o.field for o in overrides}
     if steps < 1:
         raise ConfigError("steps: at least 1 is needed")
-    if len(values["window"]) != 2:
+    if len(values.get("window") or ()) != 2:
         raise ConfigError("window: expected the first and last step that count, such as 35-44")
     first, last = values["window"]
     if not 1 <= first <= last:

@@ -7,6 +7,7 @@ Files of a run may be damaged or hostile: a value of another type is refused, ne
 """
 
 from collections.abc import Callable, Sequence
+from math import isnan
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -98,6 +99,16 @@ def _numbers(value: Any) -> tuple[float, ...]:
     """Check the time of every token: the longest list of an event, so that it is not checked one by one."""
     if not {*map(type, _typed(value, list))} <= {int, float}:
         raise TypeError(value)
-    if value and not (min(value) > -LARGEST_NUMBER and max(value) < LARGEST_NUMBER and sum(value) < LARGEST_NUMBER):
-        raise ValueError(value)  # a sum with NaN is below nothing
+    if value:
+        check_range(value)
     return tuple(value)
+
+
+def check_range(values: Sequence[float]) -> None:
+    """Raise a ValueError if one of these numbers, ints and floats, is too large or not finite."""
+    if not (min(values) > -LARGEST_NUMBER and max(values) < LARGEST_NUMBER) or isnan(sum(values)):
+        raise ValueError(values)
+
+
+# Check -> types of plain values that it returns as they are, numbers if they are in range.
+PLAIN_CHECKS: dict[Check, tuple[type, ...]] = {_count: (int,), _number: (float,), _text: (str,), _flag: (bool,)}

@@ -36,7 +36,8 @@ from llmb.launch.event_tail import EventTails, append_run_end
 from llmb.launch.hang_detector import HangDetector
 from llmb.launch.memory_cgroup import oom_kills, peak_usage
 from llmb.launch.procfs import descendants
-from llmb.launch.run_folder import RunFolder, printable_path, write_pid_file
+from llmb.launch.run_files.pid_file import write_pid_file
+from llmb.launch.run_folder import RunFolder, printable_path
 from llmb.launch.verdict import Verdict, exit_codes, finished_run_verdict, last_lines, stopped_run_verdict
 
 POLL_S = 0.1

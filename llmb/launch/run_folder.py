@@ -20,34 +20,28 @@ pid, events, log and result, and the newest start counts. A run that restarts by
 """
 
 import errno
-import json
 import os
 import re
 import shlex
-import socket
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from glob import escape
 from pathlib import Path
 from shutil import copyfile
-from typing import Any
 
 from llmb.config.load_settings import config_from_json
-from llmb.config.serialization import read_json, temporary_path, to_json, write_atomic
+from llmb.config.serialization import read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.formats.checkpoint_steps import FOLDER as CHECKPOINTS
 from llmb.formats.folder_access import write_hint
 from llmb.launch.engine_log import open_log
-from llmb.launch.procfs import find_process
+from llmb.launch.run_files.short_path import find_short_path, link_short_path
 from llmb.launch.secrets import mask, scrub_thoroughly
 
 CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
 RESTART_PREFIX = "restart-"
-MAX_SHORT_NAME = 80  # characters
 NUMBER = re.compile(r"[0-9]{1,9}")  # of a rank or a start: int() takes "\N{SUPERSCRIPT TWO}" for none, isdigit() does
 MAX_NAME_BYTES = 200  # file systems allow 255, and a time stamp or a suffix is added to the name
 
@@ -60,11 +54,6 @@ def store_path(install: Path) -> Path:
 def workload_path(install: Path, workload: str) -> Path:
     """Return the folder of a workload, $LLMB_WORKLOAD of the recipe documents."""
     return install / "workloads" / workload
-
-
-def short_paths(install: Path) -> Path:
-    """Return the folder of short paths, one for each run that has a job id."""
-    return install / "runs"
 
 
 def experiment_path(install: Path, config: RunConfig) -> Path:
@@ -153,7 +142,7 @@ class RunFolder:
 
     def _newest_start(self) -> "RunFolder":
         """Return the same folder at its newest start."""
-        numbers = (path.name.removeprefix(RESTART_PREFIX) for path in self.path.glob(f"{RESTART_PREFIX}*"))
+        numbers = (name.removeprefix(RESTART_PREFIX) for name in self._names() if name.startswith(RESTART_PREFIX))
         return replace(self, restart=max((int(number) for number in numbers if NUMBER.fullmatch(number)), default=0))
 
     def for_new_start(self) -> "RunFolder":
@@ -197,38 +186,15 @@ class RunFolder:
         return self.work / CONFIG_FILE
 
     def add_short_path(self, job_id: str) -> Path:
-        """Link the short path of this job id to the folder and return it.
-
-        A disk without links has none, which fails no run.
-        """
-        try:
-            name = _short_name(job_id, read_json(self.config))
-        except (ConfigError, KeyError, TypeError, AttributeError):  # a damaged configuration names nothing
-            name = f"{job_id}-damaged"
-        short = short_paths(self.install) / name
-        temporary, target = temporary_path(short), os.path.relpath(self.path, short.parent)
-        try:
-            if short.is_symlink() and os.readlink(short) == target:
-                return short
-            short.parent.mkdir(exist_ok=True)
-            temporary.symlink_to(target)
-            os.replace(temporary, short)  # the id may be that of a run whose row is lost
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink()
-        return short
+        """Link the short path of this job id to the folder and return it."""
+        return link_short_path(self.install, job_id, self.path, self.config)
 
     @property
     def short_path(self) -> Path:
         """Short path of the folder; the long one where it has none."""
         if self.job_id is None or len(self.path.parents) < 6:  # no job, or no folder of an installation
             return self.path
-        short = short_paths(self.install)
-        target = os.path.relpath(self.path, short)
-        links = short.glob(
-            f"{escape(self.job_id)}[-@]*"
-        )  # 17-2 where Slurm reused the id 17, L1@eos of an imported run
-        return next((link for link in links if link.is_symlink() and os.readlink(link) == target), self.path)
+        return find_short_path(self.install, self.job_id, self.path) or self.path
 
     def short_path_of(self, path: Path) -> Path:
         """Return a path in this folder as messages show it."""
@@ -245,7 +211,7 @@ class RunFolder:
 
     def write_record(self, config: RunConfig, job_id: str, launcher: str = "local", **cluster: str | None) -> None:
         """Write llmb-config_<jobid>.yaml; `cluster` may give cluster_name and the slurm_* keys."""
-        from llmb.launch.job_record import (  # imported here: slow, and not needed to start a run
+        from llmb.launch.run_files.job_record import (  # imported here: slow, and not needed to start a run
             build_job_record,
             job_record_yaml,
         )
@@ -285,8 +251,16 @@ class RunFolder:
     @property
     def job_id(self) -> str | None:
         """Id in the name of this run's record."""
-        records = sorted(self.path.glob("llmb-config_*.yaml"))
-        return records[0].stem.removeprefix("llmb-config_") if records else None
+        begin, end = "llmb-config_", ".yaml"
+        records = [name for name in self._names() if name.startswith(begin) and name.endswith(end)]
+        return min(records).removeprefix(begin).removesuffix(end) if records else None
+
+    def _names(self) -> list[str]:
+        """Return the names in this folder; none where it cannot be read. Path.glob takes five times as long."""
+        try:
+            return os.listdir(self.path)
+        except OSError:
+            return []
 
     @property
     def install(self) -> Path:
@@ -399,40 +373,6 @@ def is_run_folder(path: Path) -> bool:
         raise ConfigError(f"cannot read {printable_path(path)}: {error.strerror}") from error
 
 
-def write_pid_file(run_folder: RunFolder, pid: int) -> None:
-    """Record the process that lives as long as the run, with its start time, as pids are reused."""
-    process = find_process(pid)
-    record = {"pid": pid, "started": process.started if process else None, "host": socket.gethostname()}
-    write_atomic(run_folder.pid_file, json.dumps(record) + "\n")
-
-
-def is_alive(run_folder: RunFolder) -> bool | None:
-    """Return whether the run is still running; None: unknown, as it was started on another host."""
-    record = _read_pid_file(run_folder)
-    if record is None:
-        return False
-    if record["host"] != socket.gethostname():
-        return None
-    process = find_process(record["pid"])
-    return process is not None and process.started == record["started"]
-
-
-def live_pid(run_folder: RunFolder) -> int | None:
-    """Return the process to signal to stop a run on this host; None where it is not running."""
-    record = _read_pid_file(run_folder)
-    return record["pid"] if record and is_alive(run_folder) else None
-
-
-def _read_pid_file(run_folder: RunFolder) -> dict[str, Any] | None:
-    try:
-        record = read_json(run_folder.pid_file)
-    except ConfigError:  # not started yet
-        return None
-    if not isinstance(record, dict) or not record.keys() >= {"pid", "started", "host"}:
-        return None
-    return record if type(record["pid"]) is int and record["pid"] > 0 else None
-
-
 def _claim_folder(experiment: Path, stamp: str) -> Path:
     """Create the first free folder of this time stamp; mkdir is what claims it."""
     number = 1
@@ -445,15 +385,3 @@ def _claim_folder(experiment: Path, stamp: str) -> Path:
             number = max(number, sum(name.startswith(stamp) for name in os.listdir(experiment))) + 1
         except OSError as error:
             raise write_error(folder, error) from error
-
-
-def _short_name(job_id: str, config: dict[str, Any]) -> str:
-    """Return the name of a short path: L12-llama3.1-8b-bf16, 4711-grok1-314b-fp8-gpus512, L3-llama3.1-8b-fp32-proxy."""
-    gpus = config["machine"]["gpus"] or 1
-    words = [job_id, config["target"].removeprefix("pretrain_"), config["size"], config["precision"]["dtype"]]
-    words += [f"gpus{gpus}"] if gpus > 1 else []
-    words += ["one-rank"] if config.get("one_rank") else []
-    words += ["proxy"] if config["proxy"] else []
-    words += ["faults"] if config.get("fault_injection") else []
-    name = "-".join(filter(None, words))
-    return re.sub(r"[^A-Za-z0-9.@-]+", "-", name)[:MAX_SHORT_NAME]

@@ -15,15 +15,8 @@ from pathlib import Path
 
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
-from llmb.launch.run_folder import (
-    RunFolder,
-    experiment_path,
-    live_pid,
-    lock_path,
-    make_folder,
-    printable_path,
-    write_error,
-)
+from llmb.launch.run_files.pid_file import live_pid
+from llmb.launch.run_folder import RunFolder, experiment_path, lock_path, make_folder, printable_path, write_error
 
 _LOCKS_UNSUPPORTED = (
     errno.ENOSYS,

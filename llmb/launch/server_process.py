@@ -17,7 +17,8 @@ from llmb.errors import ConfigError, LaunchError
 from llmb.launch.command import engine_environment, job_script
 from llmb.launch.engine_log import open_log
 from llmb.launch.local import INTERRUPT_SIGNALS
-from llmb.launch.run_folder import RunFolder, printable_path, write_pid_file
+from llmb.launch.run_files.pid_file import write_pid_file
+from llmb.launch.run_folder import RunFolder, printable_path
 from llmb.launch.secrets import scrub, secret_values
 
 SERVER_MODULE = "llmb.serve.http"

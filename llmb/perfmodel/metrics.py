@@ -317,14 +317,15 @@ class SteadyState:
     output_tokens_per_s: float
 
 
-def steady_state(requests: Sequence[TimedRequest]) -> SteadyState | None:
+def steady_state(requests: Sequence[TimedRequest], whole: Throughput | None = None) -> SteadyState | None:
     """Return output tokens/s between ramp-up and drain.
 
     The window starts when as many requests have begun decoding as ever do so at once, and ends with the last first
     token: in between a finished request is replaced by another. Tokens count at their arrival. None if requests have
-    no token times, if all of them were one wave, or if the window is too short to be representative.
+    no token times, if all of them were one wave, or if the window is too short to be representative. `whole`: their
+    throughput, where it is known.
     """
-    whole = throughput(requests)
+    whole = whole or throughput(requests)
     first_tokens = sorted(r.first_token for r in requests if r.first_token is not None)
     if whole is None or len(first_tokens) < len(requests) or not all(r.token_times for r in requests):
         return None

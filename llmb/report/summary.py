@@ -40,8 +40,13 @@ def summary(result: Result) -> str:
     if result.collectives:
         lines += ["", _collectives(result)]
     if result.warnings:
-        lines += ["", *(f"{'note' if w.code in NOTES else 'warning'} {w.code}: {w.text}" for w in result.warnings)]
+        lines += ["", *warning_lines(result)]
     return "\n".join(lines)
+
+
+def warning_lines(result: Result) -> list[str]:
+    """Return a line for each warning."""
+    return [f"{'note' if w.code in NOTES else 'warning'} {w.code}: {w.text}" for w in result.warnings]
 
 
 def figure_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:

@@ -122,7 +122,10 @@ class Store:
     def _version(self) -> int | None:
         has_table = self._db.execute("SELECT name FROM sqlite_master WHERE name = 'metadata'").fetchone()
         row = self._db.execute("SELECT schema_version FROM metadata").fetchone() if has_table else None
-        return row[0] if row else None
+        version = row[0] if row else None
+        if version is not None and (type(version) is not int or version < 1):
+            raise sqlite3.DatabaseError(f"its schema version is {str(version)[:20]!r}")
+        return version
 
     def _make_tables(self) -> None:
         """Create or migrate the tables in one transaction, so that only one of many openers migrates."""

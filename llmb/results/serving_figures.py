@@ -114,7 +114,8 @@ def _has_totals(events: Iterable[Event]) -> bool:
 
 def _rates(completed: list[RequestDone], gpus: int | None) -> dict:
     """Return rates over the whole run, and over the window in which the engine is full."""
-    whole, steady = metrics.throughput(completed), metrics.steady_state(completed)
+    whole = metrics.throughput(completed)
+    steady = metrics.steady_state(completed, whole)
     fields: dict = {}
     if whole is not None:
         fields = {name: getattr(whole, name) for name in RATES}

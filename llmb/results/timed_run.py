@@ -18,13 +18,13 @@ from llmb.events import Event, RunEnded, StepDone
 from llmb.perfmodel import flops, metrics
 from llmb.results.derive import derive
 from llmb.results.log_window import FIRST_ITERATION
-from llmb.results.readers.log_lines import clean, file_lines
+from llmb.results.readers.log_lines import file_lines
 from llmb.results.readers.reader_choice import READERS, detect
 
 # Logs of other steps of a job, and prefixes of logs that are no experiment unless they contain timings.
 _OTHER_LOGS = ("nccltrace", "prepare_squad_dataset_exp", "import_ckpt_exp", "nsys_analysis")
 _OTHER_STARTS = ("sbatch_", "slurm-", "vboost")
-_EXPERIMENT_WORDS = re.compile("iteration|training|model|experiment")
+_EXPERIMENT_WORDS = (b"iteration", b"training", b"model", b"experiment")
 _ACCOUNT = re.compile(r"^.*?\.(?=[A-Za-z])(?!out$)")  # log-<account>-<experiment>. in front of the name itself
 
 
@@ -138,4 +138,4 @@ def _not_a_number(step: StepDone) -> str | None:
 def _is_experiment(log: Path) -> bool:
     if log.name.startswith(_OTHER_STARTS):
         return False
-    return any(_EXPERIMENT_WORDS.search(line.text) for line in clean(file_lines(log)))
+    return any(True for _ in file_lines(log).having(_EXPERIMENT_WORDS, lambda: False))

@@ -89,10 +89,11 @@ def test_only_open_questions_are_asked():
     assert ask.fields == ["gpu_type"]
 
 
-def test_gpu_type_that_is_not_in_the_table_is_asked():
-    ask = ScriptedPrompt("h100")
-    complete_answers(Answers(), facts(partition("batch", "gpu:h100_sxm_64gb:2")), ask)
-    assert ask.fields == ["gpu_type"]
+@pytest.mark.parametrize("choice", ["h100", "cpu"])
+def test_gpu_type_that_is_not_in_the_table_is_asked(choice):
+    ask = ScriptedPrompt(choice)
+    answers = complete_answers(Answers(), facts(partition("batch", "gpu:h100_sxm_64gb:2")), ask)
+    assert (ask.fields, answers.gpu_type) == (["gpu_type"], choice)
 
 
 def test_gpu_type_that_is_not_in_the_table_can_be_chosen_by_slurms_name():

@@ -18,7 +18,8 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.events import RunEnded, append
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunFolder, store_path, write_pid_file
+from llmb.launch.run_files.pid_file import write_pid_file
+from llmb.launch.run_folder import RunFolder, store_path
 from llmb.results.job_store import Store
 
 SHAPE = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}

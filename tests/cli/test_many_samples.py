@@ -3,28 +3,13 @@
 import json
 
 import pytest
-from many_samples import TOKENS, cost_of, write_run
+from many_samples import TOKENS, sample_costs, write_run
 
 from llmb.cli.stored_runs import load_events, load_requests, write_result
 from llmb.launch.run_folder import RunFolder
 from llmb.results.request_file import read_request_times
 
 MOST_CPU_S, MOST_GIB = 30.0, 1.0
-RUN = ["-m", "llmb.cli.llmb_run"]
-DERIVE = """
-import sys
-from llmb.cli.jobs.jobs import open_run
-from llmb.cli.stored_runs import write_result
-run = open_run(sys.argv[1])
-write_result(run, run.read_config())
-"""
-SHOW = """
-import sys
-from llmb.cli.jobs.jobs import open_run
-from llmb.cli.stored_runs import load_run
-from llmb.report.summary import summary
-print(summary(load_run(open_run(sys.argv[1]))[1]))
-"""
 
 
 def _written(path, text):
@@ -35,19 +20,11 @@ def _written(path, text):
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["steps", "requests"])
 def test_a_million_samples_take_half_a_minute_and_a_gibibyte(tmp_path, recipes, kind):
-    a, b = (str(write_run(tmp_path / f"run{n}", recipes, kind, 1_000_000, n)) for n in (1, 2))
-    page = tmp_path / "page.html"
-    costs = {
-        "derive": cost_of("-c", DERIVE, a),
-        "derive the other": cost_of("-c", DERIVE, b),
-        "show": cost_of("-c", SHOW, a),
-        "compare": cost_of(*RUN, "compare", a, b),
-        "report": cost_of(*RUN, "report", a, "-o", str(page)),
-    }
+    costs = sample_costs(tmp_path, recipes, kind, 1_000_000)
     assert {command: cost.code for command, cost in costs.items()} == dict.fromkeys(costs, 0)
     over = {name: cost for name, cost in costs.items() if cost.cpu_s > MOST_CPU_S or cost.peak_gib > MOST_GIB}
     assert not over, over
-    assert page.stat().st_size < 8_000_000
+    assert (tmp_path / "page.html").stat().st_size < 8_000_000
 
 
 @pytest.mark.parametrize("kind", ["steps", "requests"])

@@ -23,7 +23,8 @@ from llmb.errors import ConfigError
 from llmb.events import RunEnded, append
 from llmb.launch.engine_log import EngineLog
 from llmb.launch.event_tail import append_run_end
-from llmb.launch.run_folder import RunFolder, make_folder, store_path, write_pid_file
+from llmb.launch.run_files.pid_file import write_pid_file
+from llmb.launch.run_folder import RunFolder, make_folder, store_path
 from llmb.launch.run_lock import exclusive_run_lock
 from llmb.results.job_store import Store
 
@@ -72,7 +73,8 @@ def finish_all(root: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_two_users_of_a_group_share_a_folder(root, config, umask):
+def test_two_users_of_a_group_share_a_folder(root, config, umask, campaign):
+    campaign("users of one folder, per umask", 2)
     assert "is shared with group users" in as_user(FIRST, GROUP, lambda: share_folder(root, GROUP), umask)
     assert as_user(FIRST, GROUP, lambda: run_once(root, config), umask) == "L1"
     assert as_user(SECOND, GROUP, lambda: run_once(root, config), umask) == "L2"

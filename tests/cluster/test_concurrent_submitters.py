@@ -73,7 +73,8 @@ def slurm_jobs_by_folder(slurm, install):
     return {folder: by_comment[token] for token, folder in folders.items() if token in by_comment}
 
 
-def test_submitter_killed_at_any_step_loses_no_job(slurm, llmb_run, monkeypatch):
+def test_submitter_killed_at_any_step_loses_no_job(slurm, llmb_run, monkeypatch, campaign):
+    campaign("kills of submit", 2 * len(STEPS))
     for step in STEPS:
         for when in ("before", "after"):
             killed = [sys.executable, "-c", KILLED_AT, step, when, *SUBMIT, "-r", "2"]
@@ -99,7 +100,8 @@ def test_submitter_killed_at_any_step_loses_no_job(slurm, llmb_run, monkeypatch)
 
 
 @pytest.mark.nightly
-def test_submitter_killed_at_any_time_loses_no_job(slurm, llmb_run, monkeypatch):
+def test_submitter_killed_at_any_time_loses_no_job(slurm, llmb_run, monkeypatch, campaign):
+    campaign("kills of submit", 1)
     install = install_root(os.environ)
     submitter = subprocess.Popen([*LLMB_RUN, *SUBMIT, "-r", "100"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while len(list(RunFolder.find_all(install))) < 40:

@@ -64,10 +64,11 @@ def seed():
 
 
 @pytest.mark.parametrize(("runs", "rounds"), [(6, 1), pytest.param(40, 3, marks=pytest.mark.nightly)])
-def test_faults_at_random_times(lab, disk, seed, monkeypatch, runs, rounds):
+def test_faults_at_random_times(lab, disk, seed, monkeypatch, runs, rounds, campaign):
     print(f"LLMB_FAULT_SEED={seed}")
     injector = FaultInjector(lab, disk, random.Random(seed))
     injector.run(runs, rounds, LIMIT_S)
+    campaign("faults of a Slurm cluster at random times", sum(injector.injected.values()))
     print(dict(injector.injected), *injector.timeline, *injector.outputs, sep="\n")
     assert injector.started_runs() >= runs
     assert not [text for text in injector.outputs if "internal error" in text or "Traceback" in text]

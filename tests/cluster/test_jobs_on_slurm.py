@@ -18,7 +18,8 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.events import RunEnded, RunStarted, StepDone, append
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunFolder, short_paths, store_path
+from llmb.launch.run_files.short_path import short_paths
+from llmb.launch.run_folder import RunFolder, store_path
 from llmb.launch.slurm import slurm_jobs as programs
 from llmb.launch.slurm.submission import Submission, new_token, read_submission, write_submission
 from llmb.results.job_store import Store

@@ -28,7 +28,8 @@ def losses(run: RunFolder) -> dict[int, set]:
     return by_step
 
 
-def test_job_restarts_after_each_fault(slurm, submit, tmp_path):
+def test_job_restarts_after_each_fault(slurm, submit, tmp_path, campaign):
+    campaign("injected faults, with restarts", len(FAULTS))
     plan = tmp_path / "faults.json"
     plan.write_text(json.dumps(FAULTS))
     undisturbed_job, undisturbed = submit(*SHORT, "--no-report")

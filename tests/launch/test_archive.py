@@ -16,7 +16,8 @@ from archive_contents import MINUTE, content, decompress
 from llmb.errors import ConfigError, LaunchError
 from llmb.launch.archive.checksummed_file import append_checksum
 from llmb.launch.archive.pack import has_ended, write_archive
-from llmb.launch.run_folder import RunFolder, write_pid_file
+from llmb.launch.run_files.pid_file import write_pid_file
+from llmb.launch.run_folder import RunFolder
 
 
 def test_archive_excludes_profiles_checkpoints_and_machine_local_files(run, tmp_path):

@@ -16,7 +16,8 @@ from llmb.config.serialization import write_atomic
 from llmb.config.spec import Override
 from llmb.errors import ConfigError, LaunchError
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunFolder, is_alive, store_path, write_pid_file
+from llmb.launch.run_files.pid_file import is_alive, write_pid_file
+from llmb.launch.run_folder import RunFolder, store_path
 from llmb.launch.run_lock import exclusive_run_lock
 from llmb.launch.slurm.submission import read_submission
 
@@ -204,7 +205,7 @@ def test_job_record(tmp_path, config):
 
 
 def test_experiment_id(config):
-    from llmb.launch.job_record import experiment_id
+    from llmb.launch.run_files.job_record import experiment_id
 
     assert experiment_id(config) == experiment_id(replace(config, environment={"A": "b"}))
     assert experiment_id(config) != experiment_id(replace(config, size="70b"))

@@ -14,7 +14,7 @@ from llmb.errors import LaunchError
 from llmb.events import LogProblem, RunEnded, RunStarted, StepDone
 from llmb.launch.local import run_local
 from llmb.launch.procfs import find_process
-from llmb.launch.run_folder import is_alive, live_pid
+from llmb.launch.run_files.pid_file import is_alive, live_pid
 
 
 def live_pids(run_folder) -> list[int]:

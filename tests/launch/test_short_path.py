@@ -5,7 +5,8 @@ from datetime import datetime
 
 import pytest
 
-from llmb.launch.run_folder import RunFolder, short_paths
+from llmb.launch.run_files.short_path import short_paths
+from llmb.launch.run_folder import RunFolder
 
 NOON = datetime(2026, 1, 2, 12, 0, 0)
 

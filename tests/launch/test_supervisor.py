@@ -15,7 +15,8 @@ from llmb import events
 from llmb.errors import ConfigError
 from llmb.events import RunEnded
 from llmb.launch.procfs import find_process
-from llmb.launch.run_folder import RunFolder, is_alive, live_pid
+from llmb.launch.run_files.pid_file import is_alive, live_pid
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.run_lock import exclusive_run_lock
 
 LAUNCHER = """

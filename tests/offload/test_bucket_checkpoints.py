@@ -62,10 +62,11 @@ def test_every_bit_pattern_survives(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_complete_checkpoint_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
+def test_complete_checkpoint_survives_a_kill_at_any_moment(tmp_path: Path, campaign) -> None:
+    campaign("kills of training", kills := 6)
     moments = random.Random(5)
     folder, step = tmp_path / "checkpoints", 0
-    for _ in range(6):
+    for _ in range(kills):
         child = os.fork()
         if child == 0:
             for later in range(step + 1, step + 10_000):

@@ -10,6 +10,7 @@ import pytest
 
 from llmb.events import RunEnded, StepDone
 from llmb.report.step_timing import FORMATS, STYLES, timing_table
+from llmb.results.readers.log_lines import file_lines
 from llmb.results.readers.reader_choice import READERS, detect, read_log
 from llmb.results.timed_run import read_timed_log
 
@@ -102,9 +103,22 @@ def test_a_few_hundred_damaged_logs(tmp_path, seed):
         check(damaged(chance), tmp_path, chance)
 
 
+@pytest.mark.parametrize("reader", ["nemo", "megatron_bridge", "torchtitan", "trtllm", "vllm"])
+def test_lines_selected_by_words_give_the_events_of_all_lines(tmp_path, reader):
+    """A file is searched for the reader's words; of a list every line is looked at."""
+    chance = random.Random(reader)
+    contents = [*GOLDEN, b"".join(GOLDEN), *(damaged(chance) for _ in range(40))]
+    for content in contents:
+        path = tmp_path / "log.out"
+        path.write_bytes(content)
+        every_line = READERS[reader].read(list(file_lines(path)))
+        assert repr(list(READERS[reader].events(path))) == repr(list(every_line)), content  # nan is not itself
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
-def test_ten_thousand_damaged_logs(tmp_path, seed):
+def test_ten_thousand_damaged_logs(tmp_path, seed, campaign):
+    campaign("damaged logs", 1000)
     chance = random.Random(1000 + seed)
     for _ in range(1000):
         check(damaged(chance), tmp_path, chance)

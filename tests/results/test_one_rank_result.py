@@ -8,7 +8,7 @@ from llmb.config.row_selection import OneRankRequest, RunRequest
 from llmb.config.serialization import build, to_plain
 from llmb.config.spec import Machine, RunConfig
 from llmb.events import RunEnded, RunStarted, StepDone
-from llmb.launch.job_record import experiment_id
+from llmb.launch.run_files.job_record import experiment_id
 from llmb.report.compare.compare_doubts import doubts
 from llmb.report.summary import summary
 from llmb.results.derive import derive

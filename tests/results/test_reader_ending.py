@@ -65,6 +65,12 @@ def test_a_step_written_into_a_line_of_the_trace_is_read(tmp_path):
     assert step.step == 1
 
 
+def test_the_exception_may_follow_its_traceback_after_lines_of_other_ranks(tmp_path):
+    others = "".join(f"[rank{n % 8 + 1}]: a line of another rank\n" for n in range(20_000))
+    text = f"[rank0]: Traceback (most recent call last):\n{others}[rank0]:   File x\n{others}[rank0]: KeyError: 'w'\n"
+    assert ending(tmp_path, steps(1, 2) + text)[-1] == RunEnded(status="failed", reason="KeyError: 'w'")
+
+
 def test_a_wrong_reader_lists_the_right_ones():
     with pytest.raises(UnknownName, match=r"unknown reader 'nemmo' \(did you mean nemo\?\); choices are: nemo, "):
         read_log(LOGS / "nemo.out", "nemmo")

@@ -72,6 +72,25 @@ def test_memory_stays_flat(tmp_path):
     assert peak < 5 << 20
 
 
+def test_lines_with_a_word_are_found_wherever_blocks_end(tmp_path):
+    path = tmp_path / "log"
+    for length in range(BLOCK_BYTES - 12, BLOCK_BYTES + 3):
+        path.write_bytes(
+            b"x" * 99 + b"\n" + b"y\n" * ((length - 100) // 2) + b"-" * (length % 2) + b"a step\nb\nA\x1b[0m step\n"
+        )
+        lines = list(file_lines(path).having([b"step", b"A step"], lambda: False))
+        assert [line.lstrip(b"-") for line in lines] == [b"a step", b"A step"]
+
+
+def test_lines_after_a_word_are_read_while_the_reader_needs_them(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b"no\n" + b"begin\n" + b"middle\n" * 100_000 + b"begin end\n" + b"no\n" * 3 + b"begin\nlast\n")
+    seen: list[bytes] = []
+    for line in file_lines(path).having([b"begin"], lambda: bool(seen) and b"end" not in seen[-1]):
+        seen.append(line)
+    assert seen == [b"begin", *[b"middle"] * 100_000, b"begin end", b"begin", b"last"]
+
+
 def test_the_tail_of_a_file(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(b"x\n" * 100_000 + b"last\n")

@@ -55,6 +55,14 @@ def test_many_processes_lose_nothing(tmp_path, config):
     assert {j.status for j in jobs} == {"failed"}
 
 
+@pytest.mark.parametrize("version", [-67, 0, "x", 1.5, b"\xff"])
+def test_a_damaged_schema_version_names_the_way_out(tmp_path, version):
+    with Store(tmp_path / "jobs.sqlite3") as store:
+        store._db.execute("UPDATE metadata SET schema_version = ?", (version,))
+    with pytest.raises(LaunchError, match=r"its schema version is .*; move it away and run: llmb-run jobs rebuild"):
+        Store(tmp_path / "jobs.sqlite3")
+
+
 def test_a_broken_store_names_the_way_out(tmp_path):
     (tmp_path / "jobs.sqlite3").write_bytes(b"this is not a database" * 100)
     with pytest.raises(LaunchError, match="jobs rebuild"):

@@ -1,6 +1,7 @@
 """Injected faults: the run restarts after each, and its losses are those of the undisturbed run, bit for bit."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -92,8 +93,9 @@ def test_losses_after_ten_faults_are_those_of_the_undisturbed_run(tmp_path: Path
 @pytest.mark.nightly
 @pytest.mark.parametrize("architecture", ["llama", "deepseek", "nemotron_h", "grok1"])
 def test_losses_after_fifty_drawn_faults_of_each_architecture(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, campaign: Callable[[str, int], None]
 ) -> None:
+    campaign("injected faults, with restarts", 50)
     monkeypatch.setattr(hang_detector, "PAUSE_LIMIT_S", 20.0)  # a hang may follow a checkpoint
     config = small_run(steps=150, model=SMALL_MODELS[architecture])
     plan = draw_faults(config, "400/1000steps", step_s=None)

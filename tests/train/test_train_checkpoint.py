@@ -63,7 +63,7 @@ def test_resume_in_same_folder_or_from_checkpoints_folder(trained) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kills", "partial"), [(8, 1), pytest.param(32, 5, marks=pytest.mark.nightly)])
-def test_resume_after_kills_at_random_times(folder_of, trained, kills: int, partial: int) -> None:
+def test_resume_after_kills_at_random_times(folder_of, trained, kills: int, partial: int, campaign) -> None:
     """Each run is killed at a random time; the next resumes from the latest complete checkpoint."""
     moments = random.Random(7)
     losses: dict[int, float] = {}
@@ -92,6 +92,7 @@ def test_resume_after_kills_at_random_times(folder_of, trained, kills: int, part
         if complete_checkpoints(checkpoints):
             assert checkpoint_step(latest_checkpoint(folder)) > last
             resume, last = str(folder), checkpoint_step(latest_checkpoint(folder))
+    campaign("kills of training", killed)
     end = trained(steps=last + 5, resume=resume)
     losses |= {s.step: s.loss for s in end.steps()}
     straight = trained(steps=last + 5)

@@ -12,7 +12,8 @@ from llmb.cli.jobs.jobs import open_store
 from llmb.cli.jobs.polling import Poller
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.formats.folder_access import owner
-from llmb.launch.run_folder import RunFolder, is_alive, live_pid
+from llmb.launch.run_files.pid_file import is_alive, live_pid
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm import slurm_jobs
 from llmb.results.job_store import Job, Store
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from llmb.cli.jobs.jobs import open_store
 from llmb.cli.jobs.polling import Poller
 from llmb.errors import ConfigError
-from llmb.launch.run_folder import RunFolder, is_alive
+from llmb.launch.run_files.pid_file import is_alive
+from llmb.launch.run_folder import RunFolder
 from llmb.results.job_store import Job, Store
 
 POLL_LOG_S = 0.2

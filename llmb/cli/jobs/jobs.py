@@ -69,7 +69,8 @@ def open_store() -> Any:
 def open_run(name: str) -> Any:
     """Open the run folder of a job id, a path, or the name of a short path."""
     from llmb.launch.install_root import install_root
-    from llmb.launch.run_folder import RunFolder, short_paths
+    from llmb.launch.run_files.short_path import short_paths
+    from llmb.launch.run_folder import RunFolder
 
     for path in (Path(name), short_paths(install_root(os.environ)) / name):
         if path.is_dir():

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from llmb.cli.jobs.job_outcome import record_unsubmitted
 from llmb.formats.folder_access import is_own
-from llmb.launch.run_folder import RunFolder, is_alive, live_pid
+from llmb.launch.run_files.pid_file import is_alive, live_pid
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm import slurm_jobs
 from llmb.launch.slurm.submission import read_submission, record_job_name
 from llmb.results.job_store import Job, Store

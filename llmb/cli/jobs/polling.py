@@ -18,7 +18,8 @@ from llmb.cli.jobs.job_outcome import has_end, record_outcome
 from llmb.cli.jobs.lost_submissions import recover_submission
 from llmb.cli.stored_runs import load_run, settle_result
 from llmb.errors import ConfigError, LaunchError
-from llmb.launch.run_folder import RunFolder, is_alive, is_run_folder
+from llmb.launch.run_files.pid_file import is_alive
+from llmb.launch.run_folder import RunFolder, is_run_folder
 from llmb.launch.slurm.slurm_jobs import JobState, SlurmUnavailable, states
 from llmb.launch.slurm.submission import Submission, read_submission
 from llmb.results.job_store import Job, Store, figures

@@ -18,15 +18,18 @@ from llmb.cli.stored_runs import load_run, write_result
 from llmb.config.serialization import convert, read_json
 from llmb.launch.archive.run_origin import read_origin
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunFolder, is_alive, short_paths
+from llmb.launch.run_files.pid_file import is_alive
+from llmb.launch.run_files.short_path import short_paths
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.slurm_jobs import SlurmUnavailable
 from llmb.launch.slurm.submission import read_submission
+from llmb.perfmodel.garbage_collection import paused_garbage_collection
 from llmb.results.job_store import Job, figures, job_row, temporary_id
 
 
 def run(_: argparse.Namespace) -> int:
     """Rebuild the store; a folder that cannot be read is reported and listed as damaged."""
-    with open_store() as store:
+    with open_store() as store, paused_garbage_collection():
         old_links = list(short_paths(install_root(os.environ)).glob("*"))
         known_run_dirs = {job.run_dir for job in store.jobs()}
         rows, damaged = [], []

@@ -25,7 +25,8 @@ from llmb.launch.archive.manifest import FORMAT, MANIFEST, ROOT, ArchivedFile, A
 from llmb.launch.archive.run_origin import run_cluster, run_identity
 from llmb.launch.archive.scrub_files import Scrubber, is_text, read_chunks
 from llmb.launch.archive.unpack import ByteProgress, read_archive
-from llmb.launch.run_folder import RunFolder, is_alive, printable_path
+from llmb.launch.run_files.pid_file import is_alive
+from llmb.launch.run_folder import RunFolder, printable_path
 
 EXCLUDED_FOLDERS = {"profile", "profiles", "checkpoint", "checkpoints", "code", "nsys_profile", "torch_profile",
                 "pytorch_profile", "__pycache__"}  # fmt: skip

@@ -7,12 +7,12 @@ log problems, as do steps that occur twice.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from llmb.config.spec import Status
 from llmb.events import Event, LogProblem, RunEnded, StepDone
-from llmb.results.readers.log_lines import Line
+from llmb.results.readers.log_lines import Line, LogFile, clean
 
 REASON_CHARACTERS = 300
 
@@ -25,6 +25,7 @@ _FAILURE = re.compile(
 )
 # One of these is in every line that the pattern above can match, and looking for them costs a tenth of it.
 _WORDS = ("rror", "Traceback", "out of memory", "oom_kill", "TIME LIMIT", "Segmentation")
+_RAW_WORDS = tuple(word.encode() for word in _WORDS)
 
 
 class FailureLine(NamedTuple):
@@ -44,9 +45,18 @@ class LogOutcome:
         self.diverged: str | None = None
         self.repeated = 0
         self.unreadable = 0
+        self.every_line = False  # whether the reader needs the next line, whatever words it contains
         self._failures: dict[str, str] = {}  # status -> the first such line
         self._steps: set[tuple[int, int]] = set()
         self._traceback_rank: int | None = None  # the rank whose traceback still lacks its last line
+
+    def scanned(self, lines: Iterable[bytes | str], words: Iterable[bytes]) -> Iterator[Line]:
+        """Yield clean lines, each scanned for failures; of a file only those that contain a word of the reader."""
+        if isinstance(lines, LogFile):
+            lines = lines.having((*words, *_RAW_WORDS), lambda: self.every_line or self._traceback_rank is not None)
+        for line in clean(lines):
+            self.scan(line)
+            yield line
 
     def scan(self, line: Line) -> None:
         """Look for failures in a line."""

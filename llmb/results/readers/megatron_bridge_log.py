@@ -15,10 +15,11 @@ from dataclasses import replace
 from llmb.events import Event, StepDone
 from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import NUMBER, field, measure, number
-from llmb.results.readers.log_lines import Line, clean
+from llmb.results.readers.log_lines import Line
 
 SIGNATURE = rb"elapsed time per iteration \(ms\)"
 
+_WORDS = (b"elapsed time per iteration", b"TFLOP/s/GPU", b"mem-max-allocated", b"max allocated")
 _ITERATION = re.compile(r"iteration\s+(\d{1,9})\s*/\s*(\d{1,9})")
 _MILLISECONDS = field(r"elapsed time per iteration \(ms\)")
 _LOSS = field(r"lm loss")
@@ -36,8 +37,7 @@ def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
     outcome = LogOutcome()
     tflops: dict[int, float | None] = {}  # rank -> from its latest TFLOP/s line, until a step takes it
     pending: StepDone | None = None  # the latest step waits for the memory line that may follow it
-    for line in clean(lines):
-        outcome.scan(line)
+    for line in outcome.scanned(lines, _WORDS):
         if "elapsed time per iteration" in line.text:
             step = _step(line, tflops.pop(line.rank, None))
             if step is None:

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from llmb.events import Event, StepDone
 from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import field, measure, number
-from llmb.results.readers.log_lines import Line, clean
+from llmb.results.readers.log_lines import Line
 
 SIGNATURE = rb"train_step_timing in s"
 
+_WORDS = (b"train_step_timing",)
 _ITERATION = re.compile(r"iteration\s+(\d{1,9})\s*/\s*(\d{1,9})")
 _BAR = re.compile(r"\b\d{1,9}/(\d{1,9}) \[.{0,400}?\bglobal_step=(\d{1,9})\b")
 _SECONDS = field(r"train_step_timing in s")
@@ -26,8 +27,7 @@ _MEMORY = field(r"peak_memory_usage")
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
     """Yield the steps of a NeMo log, then the outcome."""
     outcome = LogOutcome()
-    for line in clean(lines):
-        outcome.scan(line)
+    for line in outcome.scanned(lines, _WORDS):
         step = _step(line)
         if step is None:
             outcome.unreadable += "train_step_timing" in line.text

@@ -17,7 +17,7 @@ from llmb.errors import UnknownName
 from llmb.events import Event
 from llmb.results.readers import megatron_bridge_log, nccl_log, nemo_log, torchtitan_log, trtllm_log, vllm_log
 from llmb.results.readers.log_ending import LogOutcome
-from llmb.results.readers.log_lines import BLOCK_BYTES, clean, file_lines, open_log
+from llmb.results.readers.log_lines import BLOCK_BYTES, file_lines, open_log
 
 SCAN_BYTES = 1 << 20  # at each end of a file, before all of it is scanned
 
@@ -44,15 +44,17 @@ READERS: dict[str, Reader] = {
     "nccl": Reader(nccl_log.SIGNATURE, nccl_log.read, nccl_log.read_file),
 }
 _SIGNATURES = {name: re.compile(reader.signature) for name, reader in READERS.items()}
+# The literal text that each signature begins with: bytes.find is four times as fast as a search of the pattern.
+_BEGINNINGS = {name: re.split(rb"[\\\[]", reader.signature)[0] for name, reader in READERS.items()}
 _SIGNATURE_BYTES = 256  # no sign is longer, so blocks overlap by this much
 
 
 def detect(path: Path) -> str | None:
     """Return the reader that a log needs by its content, or None."""
-    return next(iter(_formats(path)), None)
+    return next(iter(log_formats(path)), None)
 
 
-def _formats(path: Path) -> list[str]:
+def log_formats(path: Path) -> list[str]:
     """Return the formats found at the ends of a file, or else anywhere in it, in the order of READERS."""
     with open_log(path) as log:
         size = os.fstat(log.fileno()).st_size
@@ -71,18 +73,26 @@ def _signatures(log: BinaryIO, start: int, stop: int) -> Iterator[str]:
     while start < stop and (block := log.read(min(BLOCK_BYTES, stop - start))):
         start += len(block)
         block = last + block
-        yield from (name for name, signature in _SIGNATURES.items() if signature.search(block))
+        for name, signature in _SIGNATURES.items():
+            if _BEGINNINGS[name] in block and signature.search(block):
+                yield name
         last = block[-_SIGNATURE_BYTES:]
 
 
 def read_log(path: Path, reader: str | None = None) -> Iterator[Event]:
     """Yield every event of a log of another engine; of an unknown format only failures."""
-    if reader is not None and reader not in READERS:
+    return read_formats(path, [check_reader(reader)] if reader else log_formats(path))
+
+
+def check_reader(reader: str) -> str:
+    """Return the name of a reader, or raise one clear line."""
+    if reader not in READERS:
         raise UnknownName("reader", reader, READERS)
-    return _events(path, [reader] if reader else _formats(path))
+    return reader
 
 
-def _events(path: Path, formats: list[str]) -> Iterator[Event]:
+def read_formats(path: Path, formats: list[str]) -> Iterator[Event]:
+    """Yield every event of a log of these formats, as `log_formats` returns them."""
     if "nccl" in formats[1:]:
         yield from nccl_log.tally(path).events()
     yield from READERS[formats[0]].events(path) if formats else _failure(path)
@@ -90,6 +100,6 @@ def _events(path: Path, formats: list[str]) -> Iterator[Event]:
 
 def _failure(path: Path) -> Iterator[Event]:
     outcome = LogOutcome()
-    for line in clean(file_lines(path)):
-        outcome.scan(line)
+    for _ in outcome.scanned(file_lines(path), ()):
+        pass
     yield from outcome.events(finished=False)

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from llmb.events import Event, StepDone
 from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import field, measure, number
-from llmb.results.readers.log_lines import Line, clean
+from llmb.results.readers.log_lines import Line
 
 SIGNATURE = rb"step:[^\n]{1,30}loss:[^\n]{1,160}tps:"  # colours may stand between
 
 GIB = 1 << 30
 
+_WORDS = (b"tps:", b"Training completed", b"total steps", b"global batch size", b"sequence length", b"device mesh")
 _STEP = re.compile(r"\bstep:\s*(\d{1,9})\b")
 _LOSS = field(r"\bloss")
 _GRAD_NORM = field(r"\bgrad_norm")
@@ -34,8 +35,7 @@ _MESH = re.compile(r"device mesh with \[[^\]]*\], \[((?:\d{1,6}(?:, )?){1,9})\]"
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
     """Yield the logged steps, then the outcome."""
     outcome, facts, completed = LogOutcome(), dict[str, int](), False
-    for line in clean(lines):
-        outcome.scan(line)
+    for line in outcome.scanned(lines, _WORDS):
         if "tps:" in line.text:
             step = _step(line, facts)
             if step is None:

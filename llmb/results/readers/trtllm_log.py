@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator
 from llmb.events import Event, LogProblem, ServingSummary
 from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import NUMBER, as_number, labelled
-from llmb.results.readers.log_lines import clean
 
 SIGNATURE = rb"PERFORMANCE OVERVIEW"
 
 _HEADER = SIGNATURE.decode()
+# One of these is in every line below; without first letters, whose case differs between versions.
+_WORDS = (SIGNATURE, b"equest", b"verage", b"hroughput", b"atency", b"utput", b"TTFT", b"TPOT")
 _OVERVIEW = {
     "request throughput": "request_throughput",
     "total output throughput": "output_tokens_per_s",
@@ -42,8 +43,7 @@ def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
     outcome, reports = LogOutcome("no performance overview"), 0
     details: dict[str, float | None] = {}
     values: dict[str, float | None] = {}
-    for line in clean(lines):
-        outcome.scan(line)
+    for line in outcome.scanned(lines, _WORDS):
         if _HEADER in line.text:
             reports += 1
             values, details = _requested(details), {}

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from llmb.events import Event, LogProblem, RunEnded, ServingSummary
 from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import as_number, labelled
-from llmb.results.readers.log_lines import clean
 
 SIGNATURE = rb"Serving Benchmark Result"
 
@@ -44,15 +43,15 @@ _LINE = labelled(_KEYS)
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
     """Yield the totals of the last block, then the outcome."""
-    outcome, blocks, inside, closed = LogOutcome("no result block"), 0, False, False
+    outcome, blocks, closed = LogOutcome("no result block"), 0, False
     values: dict[str, float | None] = {}
-    for line in clean(lines):
-        outcome.scan(line)
+    for line in outcome.scanned(lines, (SIGNATURE,)):
         if _HEADER in line.text:
-            blocks, inside, closed, values = blocks + 1, True, False, {}
-        elif inside and not line.text.strip().strip("="):
-            inside, closed = False, True
-        elif inside and (match := _LINE.match(line.text)):
+            blocks, closed, values = blocks + 1, False, {}
+            outcome.every_line = True  # inside a block
+        elif outcome.every_line and not line.text.strip().strip("="):
+            outcome.every_line, closed = False, True
+        elif outcome.every_line and (match := _LINE.match(line.text)):
             value = as_number(match[2])
             values[_KEYS[match[1].lower()]] = value if 0 <= value < math.inf else None
     if values:
