@@ -63,14 +63,15 @@ class ExplicitLayer(LlamaDecoderLayer):
         return (attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)
 
     @property
-    def vectors(self) -> dict[str, tuple[nn.Parameter, ...]]:
+    def vectors(self) -> dict[str, tuple[Tensor, ...]]:
         """Norms and biases by their names in LayerWeights; a bias of queries, keys and values has three."""
         attention = self.attention
-        vectors: dict[str, tuple[nn.Parameter, ...]] = {
+        vectors: dict[str, tuple[Tensor, ...]] = {
             "norm1_C": (self.attention_norm.weight,), "norm2_C": (self.mlp_norm.weight,)
         }  # fmt: skip
+        biases = attention.q_bias, attention.k_bias, attention.v_bias
         if attention.q_bias is not None:
-            vectors["bqkv_X"] = (attention.q_bias, attention.k_bias, attention.v_bias)
+            vectors["bqkv_X"] = tuple(bias for bias in biases if bias is not None)
         if attention.qk_norm is not None:
             vectors |= {"q_norm_D": (attention.q_norm.weight,), "k_norm_D": (attention.k_norm.weight,)}
         return vectors
@@ -181,7 +182,7 @@ class _ExplicitLayerFunction(torch.autograd.Function):
         return dx_SC.view_as(dy_BTC), None, None, None
 
 
-def _merge(vectors: tuple[nn.Parameter, ...]) -> Tensor:
+def _merge(vectors: tuple[Tensor, ...]) -> Tensor:
     """Return one vector of all: itself, or a copy of several."""
     first, *others = (vector.detach() for vector in vectors)
     return torch.cat((first, *others)) if others else first
