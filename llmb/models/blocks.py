@@ -23,7 +23,7 @@ from llmb.ops.activation.activation_autograd import fused_activation
 from llmb.ops.attention.softcap_attention import softcap_attention
 from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.device_capabilities import capabilities
-from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
+from llmb.ops.norm.rms_norm_autograd import rms_norm_and_add, rms_norm_with_residual
 from llmb.ops.rope.rope_autograd import fused_rope
 
 ATTENTION_KINDS = ("F", "S", "N")
@@ -37,8 +37,15 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x_BTC: Tensor, with_residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the normed x; `with_residual` also x itself, whose gradient is then added in the norm's backward."""
+    def forward(
+        self, x_BTC: Tensor, with_residual: bool = False, residual_BTC: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the normed x, added to a residual if given.
+
+        `with_residual` also returns x itself, whose gradient is then added in the norm's backward.
+        """
+        if residual_BTC is not None:
+            return rms_norm_and_add(x_BTC, self.weight, self.eps, residual_BTC)
         normed_BTC, x_BTC = rms_norm_with_residual(x_BTC, self.weight, self.eps)
         return (normed_BTC, x_BTC) if with_residual else normed_BTC
 

@@ -38,10 +38,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention_norm = _norm(model, model.pre_norms, NoNorm)
         self.attention = attention
-        self.attention_post_norm = _norm(model, model.post_norms, nn.Identity)
+        self.attention_post_norm = _norm(model, model.post_norms, NoPostNorm)
         self.mlp_norm = _norm(model, model.pre_norms, NoNorm)
         self.mlp = mlp
-        self.mlp_post_norm = _norm(model, model.post_norms, nn.Identity)
+        self.mlp_post_norm = _norm(model, model.post_norms, NoPostNorm)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
         normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
@@ -49,9 +49,9 @@ class DecoderLayer(nn.Module):
 
     def behind_attention(self, x_BTC: Tensor, attention_BTC: Tensor) -> Tensor:
         """Add the attention's output to the residual, and then that of the MLP."""
-        x_BTC = x_BTC + self.attention_post_norm(attention_BTC)
+        x_BTC = self.attention_post_norm(attention_BTC, residual_BTC=x_BTC)
         normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
-        return x_BTC + self.mlp_post_norm(self.mlp(normed_BTC))
+        return self.mlp_post_norm(self.mlp(normed_BTC), residual_BTC=x_BTC)
 
 
 class NoNorm(nn.Module):
@@ -60,6 +60,13 @@ class NoNorm(nn.Module):
     def forward(self, x_BTC: Tensor, with_residual: bool = True) -> tuple[Tensor, Tensor]:
         assert with_residual
         return x_BTC, x_BTC
+
+
+class NoPostNorm(nn.Module):
+    """In place of the norm behind a block, in models without it."""
+
+    def forward(self, x_BTC: Tensor, residual_BTC: Tensor) -> Tensor:
+        return residual_BTC + x_BTC
 
 
 def _norm(model: Model, has_norm: bool, absent: type[nn.Module]) -> nn.Module:

@@ -13,7 +13,7 @@ from llmb.ops.activation.activation import ACTIVATIONS
 from llmb.ops.activation.activation_autograd import fused_activation, gated_mlp
 from llmb.ops.gemm.linear_autograd import linears
 from llmb.ops.loss.scaled_add import scaled_add_
-from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
+from llmb.ops.norm.rms_norm_autograd import rms_norm_and_add, rms_norm_with_residual
 from llmb.ops.rope.rope import apply_rope
 from llmb.ops.rope.rope_autograd import fused_rope
 
@@ -53,6 +53,21 @@ def test_rms_norm_with_residual(scale: float, dtype: torch.dtype) -> None:
         return x + F.rms_norm(x, (20,), weight, EPS).sin()
 
     assert_same(with_grads(fused, grad, x, weight), with_grads(plain, grad, x.float(), weight), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.usefixtures("implementation")
+def test_rms_norm_and_add(dtype: torch.dtype) -> None:
+    x, residual = (randn(2, 3, 20, seed=seed, dtype=dtype) for seed in (0, 2))
+    weight, grad = randn(20), randn(2, 3, 20, seed=1)
+
+    def plain(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        return residual + F.rms_norm(x, (20,), weight, EPS)
+
+    actual = with_grads(
+        lambda x, weight, residual: rms_norm_and_add(x, weight, EPS, residual), grad, x, weight, residual
+    )
+    assert_same(actual, with_grads(plain, grad, x.float(), weight, residual.float()), TOLERANCES[dtype])
 
 
 @pytest.mark.usefixtures("implementation")

@@ -15,11 +15,14 @@ from llmb.ops.tensor_layout import at_least_fp32
 
 
 @op
-def rms_norm(x_NC: Tensor, weight_C: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Return weight * x / rms(x), in the dtype of x, or write it to `out`, which may be x."""
+def rms_norm(
+    x_NC: Tensor, weight_C: Tensor, eps: float, out: Tensor | None = None, addend_NC: Tensor | None = None
+) -> Tensor:
+    """Return weight * x / rms(x), plus `addend` if given, in the dtype of x, or write it to `out`, which may be x."""
     out_NC = torch.empty(x_NC.shape, dtype=x_NC.dtype, device=x_NC.device) if out is None else out
     x, weight = at_least_fp32(x_NC), at_least_fp32(weight_C)
-    return out_NC.copy_(x * _inverse_rms(x, eps) * weight)
+    normed = x * _inverse_rms(x, eps) * weight
+    return out_NC.copy_(normed if addend_NC is None else at_least_fp32(addend_NC) + normed)
 
 
 @op

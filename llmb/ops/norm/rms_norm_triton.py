@@ -35,13 +35,18 @@ def inverse_rms(x, eps, C: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, out_ptr, x_stride, out_stride, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
+def _rms_norm(
+    x_ptr, weight_ptr, out_ptr, addend_ptr, x_stride, out_stride, addend_stride, eps,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, HAS_ADDEND: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     mask = c < C
     x = load_row(x_ptr, x_stride, C, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
     normed = x * inverse_rms(x, eps, C) * weight
+    if HAS_ADDEND:
+        normed += load_row(addend_ptr, addend_stride, C, BLOCK_C)
     tl.store(out_ptr + row * out_stride + c, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -123,16 +128,19 @@ def warps_per_row(block_c: int) -> int:
     return min(max(block_c // (32 * PER_THREAD), 1), 16)
 
 
-def rms_norm_triton(x_NC: Tensor, weight_C: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm_triton(
+    x_NC: Tensor, weight_C: Tensor, eps: float, out: Tensor | None = None, addend_NC: Tensor | None = None
+) -> Tensor:
     """Launch the kernel of `rms_norm.rms_norm`."""
     out_NC = torch.empty(x_NC.shape, dtype=x_NC.dtype, device=x_NC.device) if out is None else out
-    assert x_NC.stride(1) == out_NC.stride(1) == 1, "channels must be contiguous"
+    addend = x_NC if addend_NC is None else addend_NC
+    assert x_NC.stride(1) == out_NC.stride(1) == addend.stride(1) == 1, "channels must be contiguous"
     n, c = x_NC.shape
     block_c = triton.next_power_of_2(c)
     if n:
         _rms_norm[(n,)](
-            x_NC, weight_C, out_NC, x_NC.stride(0), out_NC.stride(0), eps,
-            C=c, BLOCK_C=block_c, num_warps=warps_per_row(block_c),
+            x_NC, weight_C, out_NC, addend, x_NC.stride(0), out_NC.stride(0), addend.stride(0), eps,
+            C=c, BLOCK_C=block_c, HAS_ADDEND=addend_NC is not None, num_warps=warps_per_row(block_c),
         )  # fmt: skip
     return out_NC
 

@@ -23,6 +23,14 @@ def rms(g: Generator, d: device, n: int, c: int, scale: float = 1, dtype: dtype 
     return (randn(g, d, n, c, dtype=dtype, scale=scale), randn(g, d, c, dtype=dtype), EPS), {}
 
 
+@cases(rms_norm, (5, 12), (11, 1000), tolerance=2e-5)
+@cases(rms_norm, (6, 24, bfloat16), tolerance=2**-7)
+@full_size_cases(rms_norm, (4099, 3584, bfloat16), (77, 100), tolerance=1e-6)
+def rms_and_add(g: Generator, d: device, n: int, c: int, dtype: dtype = float32) -> Arguments:
+    x, addend = (in_wider_rows(randn(g, d, n, c, dtype=dtype)) for _ in range(2))
+    return (x, randn(g, d, c, dtype=dtype), EPS, None, addend), {}
+
+
 @cases(rms_norm, (6, 24), tolerance=2**-7)
 def rms_inside_wider_rows(g: Generator, d: device, n: int, c: int) -> Arguments:
     x, out = (in_wider_rows(randn(g, d, n, c, dtype=bfloat16)) for _ in range(2))
