@@ -228,7 +228,7 @@ class FaultInjected:
     """A fault that this rank is about to inject into itself, as its configuration says."""
 
     time: float
-    rank: int
+    rank: int  # of the plan; each rank of a lost node records it
     fault: int  # index in the plan
     kind: str
     step: int

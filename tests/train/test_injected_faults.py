@@ -14,12 +14,15 @@ from small_models import SMALL_MODELS, llama_model
 from llmb.config.faults.fault_file import draw_faults, with_faults
 from llmb.config.faults.fault_plan import FAULT_KINDS, Fault, FaultInjection
 from llmb.config.spec import Limits, Parallel, RunConfig
-from llmb.events import Event, StepDone, read_all
+from llmb.events import Event, RunLaunched, StepDone, read_all
 from llmb.launch import hang_detector
 from llmb.launch.restarts.restart_loop import run_with_restarts
 from llmb.launch.run_folder import RunFolder
 from llmb.results.derive import derive
+from llmb.results.goodput.run_starts import run_starts
 from llmb.results.result import Result
+from llmb.runtime.faults import fault_injector
+from llmb.runtime.recorder import EventRecorder
 
 TEN_FAULTS = (
     Fault(kind="rank_killed", step=2, rank=1),  # before the first checkpoint
@@ -74,6 +77,23 @@ def check(config: RunConfig, tmp_path: Path, plan: FaultInjection) -> Result:
     assert goodput.repeated_losses_differ == 0
     assert sum(goodput.seconds.values()) == pytest.approx(goodput.wall_s)
     return result
+
+
+def test_every_rank_of_a_lost_node_records_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may be slow, and is ended with rank 1 before it gets there: the fault must not strike once more."""
+
+    def die() -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(fault_injector, "_kill_this_process", die)
+    plan = FaultInjection(faults=(Fault(kind="node_lost", step=3, rank=0),), source="one.yaml")
+    recorders = [EventRecorder(tmp_path, rank) for rank in (1, 0)]
+    for recorder in recorders:
+        with pytest.raises(SystemExit):
+            fault_injector.FaultInjector(with_faults(small_run(steps=5), plan), recorder).before_step(3)
+    recorded = [event for recorder in reversed(recorders) for event in read_all([recorder.path])]
+    (start,) = run_starts([RunLaunched(time=0.0, start=0, step=0), *recorded])
+    assert [(fault.fault, fault.rank, fault.time) for fault in start.faults] == [(0, 0, recorded[1].time)]
 
 
 @pytest.mark.slow

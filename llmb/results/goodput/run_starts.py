@@ -66,11 +66,20 @@ def _add(start: RunStart, event: Event) -> None:
     if isinstance(event, StepDone) and event.rank == 0 and event.time is not None and event.seconds is not None:
         start.steps.append(event)
     elif isinstance(event, FaultInjected):
-        start.faults.append(event)
+        _add_fault(start, event)
     elif isinstance(event, RunResumed) and event.rank == 0:
         start.resumed_step = event.step
     elif isinstance(event, RunEnded) and event.rank == 0 and event.time is not None:
         start.ended, start.reason = event.time, event.reason
+
+
+def _add_fault(start: RunStart, event: FaultInjected) -> None:
+    """Add a fault; of a lost node, which each of its ranks records, the first record."""
+    index = next((index for index, fault in enumerate(start.faults) if fault.fault == event.fault), None)
+    if index is None:
+        start.faults.append(event)
+    elif event.time < start.faults[index].time:
+        start.faults[index] = event
 
 
 def _began(step: StepDone) -> float | None:

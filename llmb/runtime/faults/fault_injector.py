@@ -35,8 +35,7 @@ class FaultInjector:
         for index, fault in self._due(step):
             if fault.kind in CHECKPOINT_KINDS or self._recorder.rank not in self._ranks(fault):
                 continue
-            if self._recorder.rank == fault.rank:
-                self._record(index, fault)
+            self._record(index, fault)  # by each rank of a lost node: the first to die ends the others
             if fault.kind == "hang":
                 _sleep_for_ever()
             elif fault.kind == "slow_rank":
@@ -82,9 +81,9 @@ class FaultInjector:
 
     def _record(self, index: int, fault: Fault) -> None:
         del self._pending[index]
-        rank, kind, step = self._recorder.rank, fault.kind, fault.step
-        print(f"fault injected on purpose: {kind} at step {step} on rank {rank}", flush=True)
-        self._recorder.add(FaultInjected(time=time.time(), rank=rank, fault=index, kind=kind, step=step))
+        kind, step = fault.kind, fault.step
+        print(f"fault injected on purpose: {kind} at step {step} on rank {self._recorder.rank}", flush=True)
+        self._recorder.add(FaultInjected(time=time.time(), rank=fault.rank, fault=index, kind=kind, step=step))
 
 
 def _kill_this_process() -> NoReturn:
