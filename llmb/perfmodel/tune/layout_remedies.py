@@ -10,7 +10,7 @@ from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.setup_fields import scaled
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.tune.layout_space import layout_space
-from llmb.perfmodel.tune.memory_savings import USABLE_FRACTION, external_room, layers_of_rank, with_recompute
+from llmb.perfmodel.tune.memory_savings import external_room, layers_of_rank, usable_fraction, with_recompute
 
 MOST_GPUS = 16384
 
@@ -18,15 +18,16 @@ MOST_GPUS = 16384
 def layout_remedies(base: StepSetup, fixed: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options that let some layout fit, with every layer recomputed."""
     gpus = 2 * base.gpus
-    while gpus <= MOST_GPUS and math.isfinite(limit := external_room(base).limit):
+    while gpus <= MOST_GPUS and math.isfinite(limit := external_room(scaled(base, gpus)).limit):
         if least_memory(scaled(base, gpus), fixed) <= limit:
             yield f"--scale {gpus}"
             break
         gpus *= 2
-    needed = least_memory(base, fixed) / USABLE_FRACTION
+    usable = usable_fraction(base)
+    needed = least_memory(base, fixed) / usable
     larger = sorted((GPUS[key].memory_bytes or 0.0, key) for key in FABRICS)
     for memory, key in larger:
-        if memory >= needed and least_memory(replace(base, gpu=key), fixed) <= USABLE_FRACTION * memory:
+        if memory >= needed and least_memory(replace(base, gpu=key), fixed) <= usable * memory:
             yield f"--gpu-type {key}"
             break
     if fixed:

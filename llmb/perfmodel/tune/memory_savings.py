@@ -21,8 +21,8 @@ from llmb.perfmodel.step_time.predictor import step_memory
 from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, StepSetup
 
 # Of a GPU's memory, for layouts that nobody has run: a log of NVIDIA's recipes (llama3.1/README.md, v25.12) reserves
-# 216.9 GB for 194.4 allocated, and CUDA context and NCCL buffers take 3 to 5 GiB, 5 % of 80.
-USABLE_FRACTION = 0.85
+# 216.9 GB for 194.4 allocated, and CUDA context and NCCL buffers take 3 to 5 GiB, 5 % of 80. One GPU has no NCCL.
+USABLE_FRACTION, ALONE_USABLE_FRACTION = 0.85, 0.9
 COPY_EFFICIENCY = 0.8  # of the host link while both directions copy: 50 of 64 GB/s measured on an H200
 HOST_BYTES = 200 * GIB  # host memory of one GPU's activations: nodes of 2 TiB for 8 GPUs, 480 GB for 2 (GB200)
 FORWARD_FRACTION = 1 / 3  # of a micro-batch's time
@@ -37,10 +37,15 @@ class MemoryRoom:
     estimate: Callable[[StepSetup], MemoryEstimate]
 
 
+def usable_fraction(setup: StepSetup) -> float:
+    """Return the part of a GPU's memory that a layout may be estimated to take."""
+    return ALONE_USABLE_FRACTION if setup.gpus == 1 else USABLE_FRACTION
+
+
 def external_room(setup: StepSetup) -> MemoryRoom:
     """Return the memory of the run's GPU for engines whose memory is only estimated; unlimited where unknown."""
     capacity = setup.gpu_memory_bytes
-    limit = math.inf if capacity is None else USABLE_FRACTION * capacity
+    limit = math.inf if capacity is None else usable_fraction(setup) * capacity
     native = setup.engine == "native"  # whose own estimate is exact and takes longer
     return MemoryRoom(
         limit=limit,
