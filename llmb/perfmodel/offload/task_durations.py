@@ -21,9 +21,9 @@ from llmb.perfmodel.offload.layer_work import LayerWork, layer_work
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.operand_bytes import CAST
 from llmb.perfmodel.offload.step_tasks import Chunk, StepTask, round_chunks
+from llmb.perfmodel.step_time.fitted_constants import native_constants
 
 BACKWARD_ATTENTION = 2.5  # times the forward FLOPs: five matmuls per pair instead of two
-SOFTCAP_ATTENTION = 1.4  # times the seconds without a softcap: `step_time/native_constants.yaml`
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TaskDurations:
             + cost.backward_causal / backward
             + cost.backward_rectangle / rates.past_attention_backward_tflops
         )
-        attention *= 1.0 if self.model.attn_logit_softcap is None else SOFTCAP_ATTENTION
+        attention *= 1.0 if self.model.attn_logit_softcap is None else native_constants("work")["softcap"]
         matmuls = cost.gemms / gemms + cost.head_gemms / rates.matmul_tflops
         return (matmuls + attention) / 1e12 + cost.memory_bytes / rates.memory_gbs / 1e9
 

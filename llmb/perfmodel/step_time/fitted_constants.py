@@ -12,6 +12,7 @@ from llmb.config.recipe import load_yaml
 from llmb.config.serialization import build
 
 Constants = dict[str, float]
+NATIVE_FILE = Path(__file__).with_name("native_constants.yaml")  # of our own engine, measured instead of fitted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,12 @@ def read_interval(path: Path) -> dict[str, Any]:
 
 
 @cache
+def native_constants(section: str) -> Constants:
+    """Return the values of one section of native_constants.yaml: rates, work or replaced."""
+    return {name: constant["value"] for name, constant in _data(NATIVE_FILE)[section].items()}
+
+
+@cache
 def _data(path: Path) -> dict[str, Any]:
-    data: dict[str, Any] = load_yaml(path, "a section constants")
+    data: dict[str, Any] = load_yaml(path, "sections of constants")
     return data

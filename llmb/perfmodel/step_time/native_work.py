@@ -7,43 +7,24 @@ only lost waves cost more than the sustained rate.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
-from llmb.config.recipe import load_yaml
+from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.offload.machine_rates import H200, known_rates
 from llmb.perfmodel.offload.task_durations import causal_rate
 from llmb.perfmodel.shards import recomputed_macs_per_token
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device
+from llmb.perfmodel.step_time.fitted_constants import native_constants
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import BACKWARD_ATTENTION, BlockWork, RankWork
 
-CONSTANTS_FILE = Path(__file__).with_name("native_constants.yaml")
 LOGIT_BYTES = 16.0  # per logit, of the work that this module starts from
 CAST_BYTES = {True: 3.0, False: 4.0}  # per weight and direction: read, and written in one layout or in both
 
 
-@cache
-def native_constants(section: str) -> dict[str, float]:
-    """Return the values of one section of native_constants.yaml."""
-    data: dict[str, Any] = load_yaml(CONSTANTS_FILE, "sections rates, work, replaced, interval")
-    return {name: constant["value"] for name, constant in data[section].items()}
-
-
-@cache
-def native_interval() -> dict[str, Any]:
-    """Return the width of the interval, and the GPUs whose rows it comes from."""
-    data: dict[str, Any] = load_yaml(CONSTANTS_FILE, "sections rates, work, replaced, interval")["interval"]
-    return data
-
-
 def is_explicit(setup: StepSetup) -> bool:
-    """Return whether the engine trains the layer with explicit backward: a Llama with SwiGLU."""
-    model = setup.shape.model
-    plain = model.experts is None and model.mla is None and model.mamba is None
-    return model.architecture == "llama" and model.activation == "silu" and model.gated and plain
+    """Return whether the engine trains the layer with explicit backward."""
+    return has_llama_layers(setup.shape.model)
 
 
 def native_work(setup: StepSetup, work: RankWork) -> RankWork:

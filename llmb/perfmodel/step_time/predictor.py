@@ -12,8 +12,7 @@ from llmb.perfmodel.flops import flops_breakdown
 from llmb.perfmodel.hardware import GB, GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
-from llmb.perfmodel.step_time.fitted_constants import Constants
-from llmb.perfmodel.step_time.native_work import native_constants, native_interval
+from llmb.perfmodel.step_time.fitted_constants import NATIVE_FILE, Constants, native_constants, read_interval
 from llmb.perfmodel.step_time.saved_activations import saved_fraction
 from llmb.perfmodel.step_time.step_constants import calibrated, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -89,8 +88,9 @@ def interval_class(setup: StepSetup) -> str:
 def log_half_width(setup: StepSetup) -> float:
     """Return half the width of the 80 % interval, in log space; wider for a GPU without published rows."""
     data = interval_data()
-    if setup.engine == NATIVE and setup.gpus == 1 and setup.gpu in native_interval()["measured_gpus"]:
-        return float(native_interval()["one_gpu"])
+    native = read_interval(NATIVE_FILE)
+    if setup.engine == NATIVE and setup.gpus == 1 and setup.gpu in native["measured_gpus"]:
+        return float(native["one_gpu"])
     unseen = 1.0 if setup.gpu in data["gpus"] else float(data["unseen_gpu"])
     return float(data["half_width"][interval_class(setup)]) * unseen
 
