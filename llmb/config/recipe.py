@@ -91,11 +91,15 @@ def _check_sizes(part: Any, where: str) -> None:
 
 def _check_patterns(model: "Model", where: str) -> None:
     """Refuse letters that stand for no kind of layer."""
-    if model.pattern is not None and (len(model.pattern) < model.layers or not set(model.pattern) <= set("M*-E")):
+    from llmb.config.spec import ATTENTION_KINDS, BLOCKS_BY_LETTER
+
+    if model.pattern is not None and (
+        len(model.pattern) < model.layers or not set(model.pattern) <= BLOCKS_BY_LETTER.keys()
+    ):
         raise ConfigError(
             f"{where}: pattern: {model.layers} letters are needed: M mamba, * attention, - MLP, E experts"
         )
-    if not model.attention_pattern or not set(model.attention_pattern) <= set("FSN"):
+    if not model.attention_pattern or not set(model.attention_pattern) <= set(ATTENTION_KINDS):
         raise ConfigError(f"{where}: attention_pattern: F full, S sliding window, N full without position embedding")
 
 

@@ -94,6 +94,10 @@ class MambaConfig:
     conv: int = 4
 
 
+ATTENTION_KINDS = ("F", "S", "N")  # letters of Model.attention_pattern
+BLOCKS_BY_LETTER = {"M": "mamba", "-": "mlp", "E": "experts", "*": "attention"}  # of Model.pattern
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """Architecture and sizes of a model."""
@@ -150,8 +154,7 @@ class Model:
     def blocks(self) -> dict[str, int]:
         """Number of blocks of each kind."""
         if self.pattern is not None:
-            letters = {"mamba": "M", "mlp": "-", "experts": "E", "attention": "*"}
-            return {kind: self.pattern.count(letter) for kind, letter in letters.items()}
+            return {kind: self.pattern.count(letter) for letter, kind in BLOCKS_BY_LETTER.items()}
         dense = self.experts.dense_layers if self.experts else self.layers
         attention = "mla" if self.mla else "attention"
         return {attention: self.layers, "mlp": dense, "experts": self.layers - dense}

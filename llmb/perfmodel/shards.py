@@ -17,7 +17,7 @@ from itertools import zip_longest
 
 from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.parallel_layout import stage_layers
-from llmb.config.spec import Model, Parallel, RunConfig, Training
+from llmb.config.spec import BLOCKS_BY_LETTER, Model, Parallel, RunConfig, Training
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.flops import attention_pairs
 
@@ -153,7 +153,7 @@ def rank_stages(config: RunConfig, rank: int = 0) -> list[StageShape]:
 def layer_blocks(model: Model, layer: int) -> tuple[str, ...]:
     """Return the kinds of the blocks of a layer, in order."""
     if model.pattern is not None:
-        return ({"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}[model.pattern[layer]],)
+        return (BLOCKS_BY_LETTER[model.pattern[layer]],)
     is_moe = model.experts is not None and layer >= model.experts.dense_layers
     return "mla" if model.mla else "attention", "experts" if is_moe else "mlp"
 

@@ -15,13 +15,12 @@ from typing import Any
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.huggingface.hf_config import from_hf_config
 from llmb.config.serialization import convert, read_json
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig
+from llmb.config.spec import BLOCKS_BY_LETTER, MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.model_catalog import ModelShape, find_model, run_shape
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-BLOCKS_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 UNGATED = ("gpt2", "gpt_neox", "nemotron", "nemotron_h")  # model types with up and down projections only
 
 
