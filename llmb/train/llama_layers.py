@@ -95,7 +95,8 @@ class ExplicitLayer(LlamaDecoderLayer):
             return self._new_fp8_weights()
         self.quantize()
         assert self.fp8_weights is not None
-        self.fp8_weights.weights = self.weights()  # its bias is that of now
+        if self.attention.q_bias is not None:
+            self.fp8_weights.weights = self.weights()  # whose bias, no view, is that of now
         return self.fp8_weights
 
     def quantize(self) -> None:
@@ -123,8 +124,10 @@ class ExplicitLayer(LlamaDecoderLayer):
             for weight in (linear.weight for linears in self.matrices for linear in linears):
                 weight.grad = weight.main_grad  # type: ignore[attr-defined]
         matrices = [merged_view([existing_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
-        empty = torch.zeros_like if accumulate else torch.empty_like
-        vectors = {name: empty(_merge(parameters)) for name, parameters in self.vectors.items()}
+        vectors = {}
+        for name, parameters in self.vectors.items():
+            allocate = parameters[0].new_zeros if accumulate else parameters[0].new_empty
+            vectors[name] = allocate(sum(parameter.numel() for parameter in parameters))
         return LayerWeights(*matrices, **vectors), accumulate
 
     def add_vector_gradients(self, grads: LayerWeights) -> None:
