@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from llmb.ops.device_capabilities import capabilities
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -46,7 +48,5 @@ def tiles_for(head_dim: int, device: torch.device) -> KernelTiles:
     """Return the tiles for heads of this width."""
     if head_dim <= 128:
         return TILES
-    if device.type != "cuda":
-        return WIDE_TILES
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return WIDE_TILES if shared >= HOPPER_SHARED_BYTES else WIDE_TILES_SMALL_MEMORY
+    shared = capabilities(device).shared_memory_bytes
+    return WIDE_TILES if shared is None or shared >= HOPPER_SHARED_BYTES else WIDE_TILES_SMALL_MEMORY

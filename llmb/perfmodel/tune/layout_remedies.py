@@ -18,8 +18,9 @@ MOST_GPUS = 16384
 def layout_remedies(base: StepSetup, fixed: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options that let some layout fit, with every layer recomputed."""
     gpus = 2 * base.gpus
-    while gpus <= MOST_GPUS and math.isfinite(limit := external_room(scaled(base, gpus)).limit):
-        if least_memory(scaled(base, gpus), fixed) <= limit:
+    while gpus <= MOST_GPUS and math.isfinite(external_room(base).limit):
+        larger_run = scaled(base, gpus)
+        if least_memory(larger_run, fixed) <= external_room(larger_run).limit:
             yield f"--scale {gpus}"
             break
         gpus *= 2
