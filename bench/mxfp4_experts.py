@@ -1,16 +1,19 @@
 """Routed experts of gpt-oss on one GPU: MXFP4 weights widened in the kernel, or before it, and torch's grouped GEMM.
 
-    python bench/mxfp4_experts.py [--tokens 1024,8192] [--tiles] [--seconds 0.2] [--json FILE]
+    python bench/mxfp4_experts.py [--tokens 1024,8192] [--tiles] [--blocks] [--seconds 0.2] [--json FILE]
 
 A call routes random tokens evenly and computes both GEMMs, biases, activation and the weighted sum. The ceiling is two
 calls of torch's grouped_mm with bf16 weights and rows that are sorted already, without anything between them. With
---tiles the GEMM that widens in the kernel is also timed with other tiles.
+--tiles the GEMM that widens in the kernel is also timed with other tiles, and with --blocks nothing but it, with pairs
+in blocks of each size: random routing gives half of the experts more pairs than the mean.
 """
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +21,10 @@ from bench_report import BenchReport
 from device import describe_machine
 from device_timer import time_sustained
 
-from llmb.ops.moe import fused_moe_fp4_triton
+from llmb.ops.moe import fused_moe_fp4_triton, fused_moe_triton
 from llmb.ops.moe.align_triton import MoEGemmConfig
 from llmb.ops.moe.expert_weights import ExpertWeights
 from llmb.ops.moe.fused_moe import Routing
-from llmb.ops.moe.fused_moe_triton import fused_moe_triton
 from llmb.perfmodel.hardware import TERA
 
 HIDDEN = WIDTH = 2880
@@ -61,7 +63,9 @@ def time_fused_moe(layer: Layer, tokens: int, widen_pairs: int, seconds: float) 
     routing = Routing(torch.full((tokens, TOP_K), 0.25, device=device), topk_ids_NK, experts)
     before, fused_moe_fp4_triton.WIDEN_PAIRS = fused_moe_fp4_triton.WIDEN_PAIRS, widen_pairs
     try:
-        return time_sustained(partial(fused_moe_triton, x_NC, routing, *layer, "swigluoai", BF16), device, seconds)
+        return time_sustained(
+            partial(fused_moe_triton.fused_moe_triton, x_NC, routing, *layer, "swigluoai", BF16), device, seconds
+        )
     finally:
         fused_moe_fp4_triton.WIDEN_PAIRS = before
 
@@ -94,10 +98,26 @@ def time_tiles(report: BenchReport, layer: Layer, tokens: int, seconds: float) -
     report.print_table(f"{tokens} tokens, widened in the kernel, other tiles", titles, rows)
 
 
+def time_blocks(report: BenchReport, name: str, layer: Layer, tokens: Sequence[int], seconds: float) -> None:
+    """Time the GEMM that widens in the kernel with pairs in blocks of each size."""
+    chosen, sizes, rows = fused_moe_triton.choose_block_size, sorted(fused_moe_fp4_triton.CONFIGS), []
+    for count in tokens:
+        spent = []
+        for size in sizes:
+            with patch.object(fused_moe_triton, "choose_block_size", return_value=size):
+                spent.append(time_fused_moe(layer, count, NEVER, seconds))
+        pairs, experts = count * TOP_K, len(layer.down.values)
+        rows.append((count, pairs / experts, *(1e6 * x for x in spent), chosen(pairs, experts)))
+        report.record("blocks", {"model": name, "tokens": count, "seconds": dict(zip(sizes, spent, strict=True))})
+    titles = ("tokens", "pairs of an expert", *(f"{size} us" for size in sizes), "chosen")
+    report.print_table(f"{name}: pairs in blocks of each size", titles, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1024,2048,4096,8192,16384")
     parser.add_argument("--tiles", action="store_true", help="time other tiles too")
+    parser.add_argument("--blocks", action="store_true", help="time blocks of each size, nothing else")
     parser.add_argument("--seconds", type=float, default=0.2, help="minimum time of each measurement")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -107,6 +127,9 @@ def main() -> None:
     print(describe_machine(device), flush=True)
     for name, experts in EXPERTS.items():
         layer, rows = random_layer(experts, device), []
+        if options.blocks:
+            time_blocks(report, name, layer, [*map(int, options.tokens.split(","))], options.seconds)
+            continue
         for tokens in map(int, options.tokens.split(",")):
             tflop = 6 * tokens * TOP_K * HIDDEN * WIDTH / TERA
             inside, before = (time_fused_moe(layer, tokens, pairs, options.seconds) for pairs in (NEVER, 0))

@@ -29,7 +29,7 @@ NAMES = (
                r"|aten::(mm|addmm_?|bmm|_(scaled_)?(grouped_)?mm)$"),
     (LOSS, r"cross_?entropy|logsumexp|log_?softmax|nll|aten::(exp_|sub_|div_|gather|scatter_add_?)$"),
     (SCAN, r"\b_?(scan|states|scores|score_grads|input_grads|key_grads)_kernel|causal_?conv|softplus|_ssd"),
-    (SMALL, r"rms_?norm|gated_?norm|inverse_rms|sum_partials|swiglu|silu|gelu|relu|activation|rope"),
+    (SMALL, r"rms_?norm|gated_?norm|inverse_rms|sum_partials|glu_|silu|gelu|relu|activation|rope"),
     (QUANTISING, r"fp8|float8|quant|amax|vector_norm|NormTwoOps|transpose"
                  r"|aten::(max|amax|abs)$"),
     (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|permute|cumsum|aten::index_select$"),

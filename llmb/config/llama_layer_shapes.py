@@ -12,10 +12,11 @@ from llmb.perfmodel.params import FP8_ALIGNMENT, unaligned_fp8_widths
 
 ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 
-# Fields of other layers, which would silently be trained as plain ones.
-LAYER_FIELDS: dict[str, Any] = {
-    "gated": True, "activation": "silu", "pre_norms": True, "post_norms": False, "o_bias": False, "local_rope": None,
-    "attention_sinks": False, "attn_logit_softcap": None, "pattern": None, "experts": None, "mla": None, "mamba": None,
+# Fields of other layers, which would silently be trained as these, with the values that they have here.
+LAYER_FIELDS: dict[str, tuple[Any, ...]] = {
+    "gated": (True,), "activation": ("silu", "gelu"), "pre_norms": (True,), "o_bias": (False,),
+    "qk_norm": (None, "head"), "attention_sinks": (False,), "pattern": (None,), "experts": (None,), "mla": (None,),
+    "mamba": (None,),
 }  # fmt: skip
 
 
@@ -27,8 +28,8 @@ def aligned(elements: int) -> int:
 def layer_weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Return the shapes of wqkv, wo, w13 (gate and up), w2 (down), both norms, and of what a model may have more.
 
-    That is a bias of queries, keys and values, and norms of each head of queries and keys. Names are those of
-    `LayerWeights`, in their order.
+    That is a bias of queries, keys and values, norms of each head of queries and keys, and norms of what both blocks
+    add to the residual. Names are those of `LayerWeights`, in their order.
     """
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -43,20 +44,23 @@ def layer_weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
         shapes["bqkv_X"] = (width + 2 * kv_width,)
     if model.qk_norm is not None:
         shapes |= {"q_norm_D": (model.head_dim,), "k_norm_D": (model.head_dim,)}
+    if model.post_norms:
+        shapes |= {"post_norm1_C": (model.hidden,), "post_norm2_C": (model.hidden,)}
     return shapes
 
 
 def has_llama_layers(model: Model) -> bool:
-    """Return whether layers are those of a Llama, also with a qkv bias and norms of heads: with explicit backward."""
+    """Return whether layers have explicit backward: those of a Llama, also with a qkv bias, norms of heads, post-norms,
+    a softcap, or GeGLU."""
     return model.rope is not None and _other_field(model) is None
 
 
 def check_llama_layers(model: Model) -> None:
     """Refuse a model of other layers in one line."""
     if (other := _other_field(model)) is not None:
-        field, plain = other
+        field, values = other
         raise ConfigError(
-            f"layers with explicit backward are those of Llamas: {field} of {model.name} must be {plain}, "
+            f"layers with explicit backward are those of Llamas: {field} of {model.name} must be {values}, "
             f"got {getattr(model, field)!r}"
         )
     if model.rope is None:
@@ -65,10 +69,10 @@ def check_llama_layers(model: Model) -> None:
 
 def _other_field(model: Model) -> tuple[str, str] | None:
     """Return the first field that a Llama layer does not have so, and what it must be."""
-    for field, plain in LAYER_FIELDS.items():
-        if getattr(model, field) != plain:
-            return field, repr(plain)
-    return None if model.qk_norm in (None, "head") else ("qk_norm", "None or 'head'")
+    for field, values in LAYER_FIELDS.items():
+        if getattr(model, field) not in values:
+            return field, " or ".join(map(repr, values))
+    return None
 
 
 def check_fp8_widths(model: Model) -> None:

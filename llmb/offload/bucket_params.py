@@ -7,13 +7,15 @@
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.llama_layer_shapes import has_llama_layers, layer_weight_shapes
 from llmb.config.spec import Model
 from llmb.models.architectures import build_model
 from llmb.models.decoder import parameter_generator
@@ -22,6 +24,12 @@ from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.layer_params import layer_param_shapes
 
 ALL = slice(None)
+# Tensors of a Llama layer's bucket that are one parameter each.
+WHOLE = {
+    "wo_CA": "attention.o", "w2_CF": "mlp.down", "norm1_C": "attention_norm", "norm2_C": "mlp_norm",
+    "q_norm_D": "attention.q_norm", "k_norm_D": "attention.k_norm", "post_norm1_C": "attention_post_norm",
+    "post_norm2_C": "mlp_post_norm",
+}  # fmt: skip
 
 Scratch = Callable[[torch.Size], Tensor]  # fp32 memory on the device for a tensor of this shape
 
@@ -49,12 +57,23 @@ def param_slices(model: Model, bucket: int) -> list[ParamSlice]:
 
 
 @torch.no_grad()
-def init_bucket_weights(model: Model, seed: int, weights_of: Callable[[int], Tensor], scratch: Scratch) -> None:
+def init_bucket_weights(
+    model: Model, seed: int, edit_weights: Callable[[int], AbstractContextManager[Tensor]], scratch: Scratch
+) -> None:
     """Initialise all weights, straight to where each bucket lives.
 
     They equal those of `build_model(model).init_weights(seed)` on the same device: a parameter's values depend on the
-    seed and its name alone. A parameter is drawn whole, in fp32, in scratch memory. `weights_of(bucket)`: its elements.
+    seed and its name alone. `edit_weights(bucket)`: its elements, while a context is open.
     """
+    for bucket, drawn in groupby(_initial_values(model, seed, scratch), key=lambda values: values[0]):
+        with edit_weights(bucket) as weights:
+            tensors = bucket_tensors(weights, ParamBuckets(model).tensors(bucket))
+            for _, param, values in drawn:
+                tensors[param.tensor][param.rows].copy_(values)
+
+
+def _initial_values(model: Model, seed: int, scratch: Scratch) -> Iterator[tuple[int, ParamSlice, Tensor]]:
+    """Yield each slice with its bucket and values, in scratch memory: a parameter is drawn whole, in fp32."""
     with torch.device("meta"):
         network = build_model(model)
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
@@ -62,8 +81,7 @@ def init_bucket_weights(model: Model, seed: int, weights_of: Callable[[int], Ten
         values = scratch(shapes[name])
         network.init_parameter(name, values, parameter_generator(seed, name, values.device))
         for bucket, param in slices:
-            tensors = bucket_tensors(weights_of(bucket), ParamBuckets(model).tensors(bucket))
-            tensors[param.tensor][param.rows].copy_(values[param.source])
+            yield bucket, param, values[param.source]
 
 
 def _slices_by_parameter(model: Model) -> dict[str, list[tuple[int, ParamSlice]]]:
@@ -78,31 +96,19 @@ def _slices_by_parameter(model: Model) -> dict[str, list[tuple[int, ParamSlice]]
 def _layer_slices(model: Model, layer: str) -> list[ParamSlice]:
     if not has_llama_layers(model):
         return [ParamSlice(f"{layer}.{name}", i, ALL, ALL) for i, name in enumerate(layer_param_shapes(model))]
-    heads = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
-    slices = [
-        *_stacked(0, {f"{layer}.attention.{name}.weight": count * model.head_dim for name, count in heads.items()}),
-        ParamSlice(f"{layer}.attention.o.weight", 1, ALL, ALL),
-        *_stacked(2, {f"{layer}.mlp.{name}.weight": model.ffn for name in ("gate", "up")}),
-        ParamSlice(f"{layer}.mlp.down.weight", 3, ALL, ALL),
-        ParamSlice(f"{layer}.attention_norm.weight", 4, ALL, ALL),
-        ParamSlice(f"{layer}.mlp_norm.weight", 5, ALL, ALL),
-    ]
-    if model.qkv_bias:
-        slices += _stacked(
-            6, {f"{layer}.attention.{name}_bias": count * model.head_dim for name, count in heads.items()}
-        )
-    if model.qk_norm is not None:
-        first = 6 + model.qkv_bias  # behind matrices and norms of blocks
-        slices += [
-            ParamSlice(f"{layer}.attention.{name}_norm.weight", first + i, ALL, ALL) for i, name in enumerate("qk")
-        ]
-    return slices
-
-
-def _stacked(tensor: int, rows_of: dict[str, int]) -> list[ParamSlice]:
-    """Return parameters whose rows are stacked in one tensor."""
-    slices, first = [], 0
-    for name, rows in rows_of.items():
-        slices.append(ParamSlice(name, tensor, slice(first, first + rows), ALL))
-        first += rows
+    counts = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
+    heads = {name: count * model.head_dim for name, count in counts.items()}
+    rows = {  # of the parameters that are stacked in one tensor
+        "wqkv_XC": {f"attention.{name}.weight": count for name, count in heads.items()},
+        "w13_2FC": {f"mlp.{name}.weight": model.ffn for name in ("gate", "up")},
+        "bqkv_X": {f"attention.{name}_bias": count for name, count in heads.items()},
+    }
+    slices: list[ParamSlice] = []
+    for tensor, name in enumerate(layer_weight_shapes(model)):
+        first = 0
+        for parameter, count in rows.get(name, {}).items():
+            slices.append(ParamSlice(f"{layer}.{parameter}", tensor, slice(first, first + count), ALL))
+            first += count
+        if name in WHOLE:
+            slices.append(ParamSlice(f"{layer}.{WHOLE[name]}.weight", tensor, ALL, ALL))
     return slices

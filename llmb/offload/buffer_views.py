@@ -54,11 +54,15 @@ def attn_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> 
 
 
 def saved_activations_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> SavedActivations:
-    """Return a chunk's queries, residual, gate and up in a buffer of bytes, and keys where they have norms."""
-    widths = [model.heads * model.head_dim, model.hidden, 2 * model.ffn]
+    """Return a chunk's queries, residual, gate and up in a buffer of bytes, and what norms of keys and of both blocks
+    take where there are any."""
+    widths = {"q_NA": model.heads * model.head_dim, "residual_SC": model.hidden, "gate_up_N2F": 2 * model.ffn}
     if model.qk_norm is not None:
-        widths.append(model.kv_heads * model.head_dim)
-    return SavedActivations(*_views(buffer, *(((tokens, width), dtype) for width in widths)))
+        widths["k_NW"] = model.kv_heads * model.head_dim
+    if model.post_norms:
+        widths |= {"attn_SC": model.hidden, "mlp_SC": model.hidden}
+    views = _views(buffer, *(((tokens, width), dtype) for width in widths.values()))
+    return SavedActivations(**dict(zip(widths, views, strict=True)))
 
 
 def residual_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Tensor:

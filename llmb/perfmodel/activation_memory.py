@@ -85,7 +85,8 @@ class ActivationSizes:
         """Also queries, the residual after attention, gate and up, and GEMM inputs with `save_norm_outputs`."""
         hidden, width, kv_width, ffn = self.model.hidden, *self._local_widths
         unnormed = 0 if self.model.qk_norm is None else kv_width  # queries are saved before their norm only
-        saved = self.residual + self.tokens * (width + unnormed + 2 * ffn) * self.value_bytes
+        blocks = 2 if self.model.post_norms else 0  # what post-norms take
+        saved = (1 + blocks) * self.residual + self.tokens * (width + unnormed + 2 * ffn) * self.value_bytes
         if self.work.save_norm_outputs:  # in fp8 the attention output by columns instead of the MLP activation
             values = 2 * hidden + (ffn if self.gemm_bytes == self.value_bytes else width)
             saved += self.tokens * values * self.gemm_bytes

@@ -93,7 +93,8 @@ def _add_explicit_layer(counter: _TrafficCounter, config: RunConfig, recomputed:
     work, values, value_bytes = sizes.work, sizes.tokens * config.model.hidden, sizes.value_bytes
     gathers = 6 + 2 * recomputed if recomputed or not work.save_norm_outputs else 4
     counter.add(ALL_GATHER, "tp", work.ga * gathers, values * sizes.gemm_bytes)
-    counter.add(REDUCE_SCATTER, "tp", work.ga * (4 + recomputed), values * value_bytes)
+    repeated = (1 + config.model.post_norms) if recomputed else 0  # the MLP's output only for its post-norm
+    counter.add(REDUCE_SCATTER, "tp", work.ga * (4 + repeated), values * value_bytes)
     size = work.mbs * work.seqlen * _kv_width(config.model) / config.parallel.tp * value_bytes
     for kind in (ALL_GATHER, REDUCE_SCATTER):
         counter.add(kind, "cp", work.ga, size)

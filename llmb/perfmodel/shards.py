@@ -265,8 +265,11 @@ def rank_flops(config: RunConfig, rank: int = 0) -> float:
 
 
 def recomputed_macs_per_token(model: Model) -> int:
-    """Return the MACs per token that a recomputed explicit layer repeats: query, output, gate and up projections."""
-    return 2 * model.hidden * (model.heads * model.head_dim + model.ffn)
+    """Return the MACs per token that a recomputed explicit layer repeats: query, output, gate and up projections.
+
+    With post-norms also the down projection, whose output one of them takes.
+    """
+    return model.hidden * (2 * model.heads * model.head_dim + (2 + model.post_norms) * model.ffn)
 
 
 def _macs(model: Model, kind: str, seqlen: int, pairs: float) -> float:

@@ -4,10 +4,10 @@
     init_fp8_scaling(model_part, new_scaling)                   # in fp8
     begin_step(model_part)                                      # updates the scales
 
-A layer saves its input, q, k, v, the attention output, the residual after it, gate and up, and with save_norm_outputs
-the outputs of norms and activation; a recomputed layer saves no q and nothing after the attention, which is the most
-expensive part and never recomputed. Weight gradients are written in place, contiguous for merged GEMMs, so autograd
-only gets the gradient of the residual.
+A layer saves its input, q, k, v, the attention output, the residual after it, gate and up, what post-norms take, and
+with save_norm_outputs the outputs of norms and activation; a recomputed layer saves no q and nothing after the
+attention, which is the most expensive part and never recomputed. Weight gradients are written in place, contiguous for
+merged GEMMs, so autograd only gets the gradient of the residual.
 """
 
 from collections.abc import Callable
@@ -74,6 +74,9 @@ class ExplicitLayer(LlamaDecoderLayer):
             vectors["bqkv_X"] = tuple(bias for bias in biases if bias is not None)
         if attention.qk_norm is not None:
             vectors |= {"q_norm_D": (attention.q_norm.weight,), "k_norm_D": (attention.k_norm.weight,)}
+        post_norms = self.attention_post_norm, self.mlp_post_norm
+        for i, norm in enumerate(norm for norm in post_norms if isinstance(norm, RMSNorm)):
+            vectors[f"post_norm{i + 1}_C"] = (norm.weight,)
         return vectors
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
@@ -142,7 +145,9 @@ class ExplicitLayer(LlamaDecoderLayer):
         model = self.block.model
         q_NA = input_SC.new_empty(tokens, model.heads * model.head_dim)
         k_NW = None if model.qk_norm is None else input_SC.new_empty(tokens, model.kv_heads * model.head_dim)
-        return SavedActivations(q_NA, torch.empty_like(input_SC), input_SC.new_empty(tokens, 2 * model.ffn), k_NW)
+        blocks = [torch.empty_like(input_SC) if model.post_norms else None for _ in range(2)]
+        gate_up_N2F = input_SC.new_empty(tokens, 2 * model.ffn)
+        return SavedActivations(q_NA, torch.empty_like(input_SC), gate_up_N2F, k_NW, *blocks)
 
 
 class _ExplicitLayerFunction(torch.autograd.Function):

@@ -145,7 +145,7 @@ def test_breakdown_of_a_trace():
         ("aten::_scaled_grouped_mm", "cutlass_device_kernel", trace.PRODUCTS),
         ("_Fp8LinearBackward", "_quantize_fp8", trace.QUANTISING),
         ("_Fp8LinearBackward", "nvjet_sm90_qqtst", trace.PRODUCTS),
-        ("_GatedMlpBackward", "_swiglu_backward_fp8", trace.SMALL),
+        ("_GatedMlpBackward", "_glu_backward_fp8", trace.SMALL),
         ("aten::linalg_vector_norm", "reduce_kernel", trace.QUANTISING),
         ("_GatedNorm", "_gated_norm", trace.SMALL),
         ("_CausalConv", "_forward_kernel", trace.SCAN),

@@ -11,7 +11,7 @@ from small_models import llama_model
 from torch import Tensor
 from training_run import losses_and_norms, run_config, train_to_the_end
 
-from llmb.config.spec import RunConfig, Training
+from llmb.config.spec import Model, RunConfig, Training
 from llmb.models.architectures import Network, build_model
 from llmb.ops.attention import segment_attention
 from llmb.ops.attention.attention_block import PLAIN
@@ -26,20 +26,25 @@ from llmb.train.precision import compute_in_bf16, compute_in_fp8
 pytestmark = NEEDS_GPU
 
 MODEL = llama_model(name="4 layers of 8b", layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=16384)
+# Two layers of the width of Gemma 2 2B, with a window shorter than the sequences here.
+GEMMA_2 = replace(
+    MODEL, name="gemma2", layers=2, hidden=2304, ffn=9216, heads=8, kv_heads=4, head_dim=256, activation="gelu",
+    post_norms=True, attn_logit_softcap=50.0, attention_pattern="SF", window=512,
+)  # fmt: skip
 
 
 LossesAndGradients = tuple[list[float], dict[str, Tensor]]  # gradients by parameter name, on the GPU
 
 
-def config_of(dtype: str = "bf16", **changes: object) -> RunConfig:
+def config_of(dtype: str = "bf16", model: Model = MODEL, **changes: object) -> RunConfig:
     work = Training(seqlen=1024, mbs=2, gbs=4, ga=2, steps=3, window=(2, 3), lr=1e-3)
-    return run_config(MODEL, dtype, replace(work, **changes))  # type: ignore[arg-type]
+    return run_config(model, dtype, replace(work, **changes))  # type: ignore[arg-type]
 
 
 def build(config: RunConfig) -> Network:
     assert isinstance(config.workload, Training)
     (model,) = build_model_parts(config, config.workload, Mesh(0, 1, GPU))
-    assert len(explicit_layers(model)) == MODEL.layers
+    assert len(explicit_layers(model)) == config.model.layers
     begin_step(model)
     return model
 
@@ -55,10 +60,10 @@ def losses_and_gradients(model: Network) -> LossesAndGradients:
     return losses, {name: _grad(parameter).clone() for name, parameter in model.named_parameters()}
 
 
-def plain_network(dtype: str) -> Network:
+def plain_network(dtype: str, model: Model = MODEL) -> Network:
     """Return a network of plain layers, with the same weights."""
     with GPU:
-        network = build_model(MODEL)
+        network = build_model(model)
     work = config_of(dtype).workload
     assert isinstance(work, Training)
     network.init_weights(work.seed)
@@ -92,11 +97,25 @@ def test_gradients_are_as_close_to_fp32_as_those_of_plain_layers(
     recompute_layers: int, plain_run: tuple[str, LossesAndGradients], exact: LossesAndGradients
 ) -> None:
     """Random numbers are the worst case of fp8: a third is lost either way."""
-    dtype, (_, plain) = plain_run
-    losses, explicit = losses_and_gradients(build(config_of(dtype, recompute_layers=recompute_layers)))
-    assert losses == pytest.approx(exact[0], rel={"bf16": 1e-3, "fp8": 0.01}[dtype])
+    dtype, plain = plain_run
+    explicit = losses_and_gradients(build(config_of(dtype, recompute_layers=recompute_layers)))
+    assert_as_close(dtype, explicit, plain, exact)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_gradients_of_gemma2_layers_are_as_close(dtype: str) -> None:
+    exact, plain = (losses_and_gradients(plain_network(kind, GEMMA_2)) for kind in ("fp32", dtype))
+    for recompute_layers in (0, 2):
+        config = config_of(dtype, GEMMA_2, recompute_layers=recompute_layers)
+        assert_as_close(dtype, losses_and_gradients(build(config)), plain, exact)
+
+
+def assert_as_close(
+    dtype: str, explicit: LossesAndGradients, plain: LossesAndGradients, exact: LossesAndGradients
+) -> None:
+    assert explicit[0] == pytest.approx(exact[0], rel={"bf16": 1e-3, "fp8": 0.01}[dtype])
     errors = {
-        name: (relative_error(explicit[name], grad), relative_error(plain[name], grad))
+        name: (relative_error(explicit[1][name], grad), relative_error(plain[1][name], grad))
         for name, grad in exact[1].items()
     }
     worse = {name: pair for name, pair in errors.items() if pair[0] > 1.05 * pair[1] + 1e-3}
@@ -115,6 +134,8 @@ def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch
     "settings",
     [
         {},
+        {"model": GEMMA_2},
+        {"model": GEMMA_2, "save_norm_outputs": True},
         {"ga": 1, "gbs": 2},
         {"recompute_layers": 3},
         {"moments": "bf16"},

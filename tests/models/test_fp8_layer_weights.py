@@ -11,7 +11,7 @@ from llmb.errors import ConfigError
 from llmb.models.llama_layer import fp8_layer_weights as fp8_weights_module
 from llmb.models.llama_layer.fp8_layer_weights import MATRICES, Fp8LayerWeights, Fp8ModelWeights
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
-from llmb.models.llama_layer.layer_tensors import LayerWeights
+from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.offload.buffer_views import layer_weights_view
 from llmb.perfmodel.offload.buffers import ParamBuckets
@@ -116,13 +116,13 @@ def test_fp8_linears_are_as_close_to_plain_ones_as_their_rounding_allows(tokens:
         qkv = [torch.empty(tokens, width, dtype=BF16) for width in (32, 16, 16)]
         residual, pair, out = (torch.empty(tokens, width, dtype=BF16) for width in (32, 96, 32))
         linears.qkv_proj(x, qkv)
-        linears.o_proj(attn, x, residual)
+        linears.o_proj(attn, x, residual, None)
         linears.gate_up_proj(attn, pair)
         linears.gate_up_proj(attn, repeated := torch.empty_like(pair))  # with a known scale
         assert torch.equal(pair, repeated)
-        linears.down_proj(gate_up.clone(), x, out, save=False)
+        linears.down_proj(gate_up.clone(), x, out, None)
         in_place = x.clone()
-        linears.down_proj(gate_up.clone(), in_place, in_place, save=True)
+        linears.down_proj(gate_up.clone(), in_place, in_place, SavedActivations(x, x, gate_up))
         assert torch.equal(out, in_place)
         results[name] = [*qkv, residual - x, pair, out - x]
     for fp8_out, plain in zip(results["fp8"], results["plain"], strict=True):

@@ -20,7 +20,11 @@ from llmb.perfmodel.offload.buffers import ParamBuckets, buffer_bytes
 MODEL = llama_model()
 
 
-@pytest.mark.parametrize("model", [MODEL, replace(MODEL, qkv_bias=True, qk_norm="head")], ids=["plain", "vectors"])
+@pytest.mark.parametrize(
+    "model",
+    [MODEL, replace(MODEL, qkv_bias=True, qk_norm="head", post_norms=True), replace(MODEL, post_norms=True)],
+    ids=["plain", "vectors", "post-norms"],
+)
 def test_buffers_are_as_large_as_the_plan_counts(model):
     plan = replace(LEAST, dtype="bf16", seqlen=37, chunk_tokens=37)
     sizes = buffer_bytes(model, plan)
@@ -49,9 +53,9 @@ def test_buffers_are_as_large_as_the_plan_counts(model):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"activation": "gelu"}, "activation of .* must be 'silu', got 'gelu'"),
+        ({"activation": "squared_relu"}, "activation of .* must be 'silu' or 'gelu', got 'squared_relu'"),
         ({"rope": None}, "no RoPE"),
-        ({"attn_logit_softcap": 30.0, "logit_scale": 0.5}, "attn_logit_softcap of .* got 30.0"),
+        ({"pre_norms": False, "post_norms": True}, "pre_norms of .* must be True, got False"),
         ({"pattern": "M*", "mamba": MambaConfig(heads=1, head_dim=8, groups=1, state=8, chunk=8)}, "pattern"),
     ],
 )

@@ -119,6 +119,10 @@ SCALED_ROPE = replace(UNTIED, name="scaled RoPE", rope=RopeConfig(scaling="llama
 SCALED = replace(TIED, name="scaled ends", embedding_scale=5.0, logit_scale=0.5, logit_softcap=3.0)
 VOCABULARY = replace(UNTIED, name="many vocabulary shards", vocab=1000)
 POST_NORMS = replace(UNTIED, name="post-norms", architecture="gemma3", qk_norm="head", post_norms=True)
+GEMMA_2 = replace(
+    UNTIED, name="gemma2", post_norms=True, activation="gelu", attn_logit_softcap=5.0, attention_pattern="SF", window=3
+)
+AUTOGRAD = replace(UNTIED, name="no pre-norms", architecture="olmo2", pre_norms=False, post_norms=True)
 CASES: list[tuple[Model, Plan | str, float | None]] = [
     *((TIED, replace(PLANS["the same over rounds"], update_at=at), None) for at in ("forward", "backward")),
     *((UNTIED, replace(LEAST, update_at="forward", gbs=3), clip) for clip in (0.5, 100.0)),
@@ -133,16 +137,17 @@ CASES: list[tuple[Model, Plan | str, float | None]] = [
     ),
     *((model, least_plan(model), None) for model in (SCALED, NARROW, FULL_HEADS, SCALED_ROPE)),
     (VOCABULARY, least_plan(VOCABULARY), None),
+    *((GEMMA_2, plan, None) for plan in ("levels mixed over layers and chunks", "everything resident")),
     (POST_NORMS, replace(least_plan(POST_NORMS), update_at="forward"), 0.5),
     (
-        POST_NORMS,
-        replace(least_plan(POST_NORMS), seqs_per_group=3, chunk_tokens=30, gbs=7, levels="IAIAAI"),
+        AUTOGRAD,
+        replace(least_plan(AUTOGRAD), seqs_per_group=3, chunk_tokens=30, gbs=7, levels="IAIAAI"),
         None,
     ),
     (
-        POST_NORMS,
+        AUTOGRAD,
         replace(
-            least_plan(POST_NORMS), resident_params=7, resident_grads=7, resident_states=7, param_blocks=0,
+            least_plan(AUTOGRAD), resident_params=7, resident_grads=7, resident_states=7, param_blocks=0,
             grad_blocks=0, state_blocks=0, inp_slots=24, kv_slots=6, attn_slots=18, levels="A" * 18,
         ),
         None,
@@ -163,7 +168,7 @@ def test_every_variant_matches_ordinary_training(model: Model) -> None:
 
 def test_every_architecture_that_is_not_refused_is_compared() -> None:
     architectures = {model.architecture for model in BY_AUTOGRAD}
-    assert architectures == {"llama", "olmo2", "gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "grok1"}
+    assert architectures == {"llama", "olmo2", "mixtral", "qwen3_moe", "gpt_oss", "grok1"}
 
 
 @pytest.mark.parametrize("model", BY_AUTOGRAD, ids=lambda model: f"{model.architecture}-{model.name}")
@@ -178,11 +183,12 @@ def test_named_parameters_are_those_of_the_network(model: Model) -> None:
     assert ranks == sorted(ranks, reverse=True)  # those with weight decay first
 
 
+@pytest.mark.parametrize("model", [QWEN3_BIAS, GEMMA_2], ids=lambda model: model.name)
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_recomputation_with_biases_and_norms_gives_the_same_bits(dtype: str) -> None:
-    """Whatever is saved of a chunk, queries and keys have the same values before and after their norms."""
+def test_recomputation_with_biases_and_norms_gives_the_same_bits(dtype: str, model: Model) -> None:
+    """Whatever is saved of a chunk, what norms take and give has the same values."""
     plans = [replace(LEAST, dtype=dtype, chunk_tokens=4, levels=9 * level) for level in "FAI"]
-    trainers = [trainer_of(QWEN3_BIAS, plan) for plan in plans]
+    trainers = [trainer_of(model, plan) for plan in plans]
     losses = [trained(trainer, 2) for trainer in trainers]
     assert losses[1] == losses[2] == losses[0]
     saved, *recomputed = (weights_in(trainer) for trainer in trainers)
@@ -266,8 +272,7 @@ def test_step_with_non_finite_gradients_changes_nothing(update_at: str, clip: fl
     ("model", "dtype", "message"),
     [
         (replace(UNTIED, gated=False), "bf16", "does not compute gated=False of small"),
-        (replace(UNTIED, attn_logit_softcap=30.0), "fp8", "in fp8: .* attn_logit_softcap of small must be None"),
-        (POST_NORMS, "fp8", "in fp8: .* post_norms of post-norms must be False, got True; use dtype=bf16"),
+        (AUTOGRAD, "fp8", "in fp8: .* pre_norms of no pre-norms must be True, got False; use dtype=bf16"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_name(model: Model, dtype: str, message: str) -> None:

@@ -10,7 +10,7 @@ from op_cases.norm import rms_fp8
 from op_cases.quant import fp8_layouts, scale_amax
 from seeded_tensors import randn, same_bits
 
-from llmb.ops.activation.swiglu_fp8 import swiglu_backward_fp8
+from llmb.ops.activation.glu_fp8 import glu_backward_fp8
 from llmb.ops.norm.rms_norm_fp8 import rms_norm_fp8
 from llmb.ops.quant.activation_quant import E4M3, QuantFormat, dequantize, quantize_activation
 from llmb.ops.quant.fp8_quant import (
@@ -101,9 +101,9 @@ def test_dequantized_activations_are_within_half_a_step(quant_format: QuantForma
     ("kernel", "arguments", "rows", "columns"),
     [
         (rms_norm_fp8.triton, partial(rms_fp8, n=50, c=80, which="rc"), 4, 5),
-        (swiglu_backward_fp8.triton, partial(fp8_backward, n=300, f=70), 3, 4),
+        (glu_backward_fp8.triton, partial(fp8_backward, n=300, f=70), 4, 5),
     ],
-    ids=["rms_norm_fp8", "swiglu_backward_fp8"],
+    ids=["rms_norm_fp8", "glu_backward_fp8"],
 )
 def test_both_layouts_of_a_fusion_have_the_same_values(kernel, arguments, rows, columns, device: torch.device) -> None:
     tensors, _ = arguments(torch.Generator(), device)

@@ -41,8 +41,10 @@ VARIANTS: dict[str, dict[str, object]] = {
     "windows, no RoPE": {"attention_pattern": "SN", "window": 5, "attention_scale": 0.2},
     "biases": {"qkv_bias": True},
     "norms of heads": {"qk_norm": "head"},
+    "post-norms, GeGLU, softcap": {"post_norms": True, "activation": "gelu", "attn_logit_softcap": 4.0},
 }
 BIASED = replace(MODEL, name="biased", qkv_bias=True, qk_norm="head")
+GEMMA_2 = replace(MODEL, name="gemma2", attention_pattern="SF", window=5, **VARIANTS["post-norms, GeGLU, softcap"])
 TOKENS = 24  # a shard of 24 / 2 / 2 tokens is not a multiple of 16, which fp8 pads to
 SAVED = ({}, {"recompute_layers": 2}, {"save_norm_outputs": True})  # what is saved for the backward pass
 LAYOUTS = {"tp2": Parallel(tp=2), "cp2": Parallel(cp=2), "tp2 cp2": Parallel(tp=2, cp=2)}
@@ -143,9 +145,14 @@ def test_fp8_layers_read_the_current_bias() -> None:
     assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp8"])
-def test_ranks_with_biases_and_norms_of_heads_equal_one_rank(dtype: str) -> None:
-    for _, result, expected in ranks_and_one(LAYOUTS["tp2"], dtype, BIASED):
+@pytest.mark.parametrize(
+    ("model", "layout", "dtype"),
+    [(BIASED, "tp2", "fp32"), (BIASED, "tp2", "fp8"), (GEMMA_2, "tp2", "fp32"), (GEMMA_2, "tp2", "fp8"),
+     (GEMMA_2, "cp2", "fp32")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_ranks_of_other_layers_equal_one_rank(model: Model, layout: str, dtype: str) -> None:
+    for _, result, expected in ranks_and_one(LAYOUTS[layout], dtype, model):
         assert worst_error(result, expected) < BOUNDS[dtype][1]
 
 
@@ -164,9 +171,10 @@ def test_ranks_in_fp8_equal_one_rank_with_a_residual_in_fp32(parallel: Parallel)
 
 @pytest.mark.parametrize("recompute_layers", [0, 2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_saved_norm_outputs_equal_recomputed_ones(dtype: str, recompute_layers: int) -> None:
+@pytest.mark.parametrize("model", [MODEL, GEMMA_2], ids=lambda model: model.name)
+def test_saved_norm_outputs_equal_recomputed_ones(model: Model, dtype: str, recompute_layers: int) -> None:
     parts = [
-        explicit_part(MODEL, dtype, ONE, recompute_layers=recompute_layers, save_norm_outputs=saved)
+        explicit_part(model, dtype, ONE, recompute_layers=recompute_layers, save_norm_outputs=saved)
         for saved in (False, True)
     ]
     for _step in range(2):  # the second step has scales from the first

@@ -24,7 +24,7 @@ from llmb.models.llama_layer.layer_collectives import TensorParallel
 from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedActivations, SavedInputs
 from llmb.models.llama_layer.linear_gemms import Fp8LinearGemms
 from llmb.models.llama_layer.linears import ResidualLinears
-from llmb.ops.activation.swiglu_fp8 import swiglu_backward_fp8, swiglu_fp8
+from llmb.ops.activation.glu_fp8 import glu_backward_fp8, glu_fp8
 from llmb.ops.norm.rms_norm_fp8 import rms_norm_fp8
 from llmb.ops.quant.fp8_quant import Fp8Tensor, ScaleAmax, padded_tokens, quantize_fp8
 
@@ -42,12 +42,8 @@ class Fp8Linears(ResidualLinears):
         tp: TensorParallel | None = None,
         fp8_fast_accum: bool = False,
     ):
-        super().__init__(model, inputs, tp)
+        super().__init__(model, layer.weights, inputs, tp)
         self.layer, self.gemms = layer, Fp8LinearGemms(fp8_fast_accum)
-
-    @property
-    def vectors(self) -> LayerWeights:
-        return self.layer.weights
 
     def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
         x = self._forward_input("x1", self._norm(input_SC, self.layer.norm1_C), input_SC, self.tp)
@@ -55,24 +51,34 @@ class Fp8Linears(ResidualLinears):
         for rows, out in zip(weight.rows.split(self.widths), outs, strict=False):
             self.gemms.forward(x, weight._replace(rows=rows), out)
 
-    def o_proj(self, attn_NA: Tensor, input_SC: Tensor, out_SC: Tensor) -> None:
+    def o_proj(self, attn_NA: Tensor, input_SC: Tensor, out_SC: Tensor, saved: SavedActivations | None) -> None:
         attn = self._forward_input("attn", partial(quantize_fp8, attn_NA), attn_NA)
-        self._add_output(attn, self.layer.rows("wo"), input_SC, out_SC, len(attn_NA))
+        self._add_output("attn", attn, self.layer.rows("wo"), len(attn_NA), input_SC, out_SC, saved)
 
     def gate_up_proj(self, residual_SC: Tensor, out_N2F: Tensor) -> None:
         x = self._forward_input("x2", self._norm(residual_SC, self.layer.norm2_C), residual_SC, self.tp)
         self.gemms.forward(x, self.layer.rows("w13"), out_N2F)
 
-    def down_proj(self, gate_up_N2F: Tensor, residual_SC: Tensor, out_SC: Tensor, save: bool) -> None:
+    def down_proj(
+        self, gate_up_N2F: Tensor, residual_SC: Tensor, out_SC: Tensor, saved: SavedActivations | None
+    ) -> None:
         """Leaves gate and up as they are in any case."""
-        quantize = partial(swiglu_fp8, gate_up_N2F)
-        act = self._quantized("act", quantize, gate_up_N2F, self.model.ffn, rows=True, columns=False)
-        self._add_output(act, self.layer.rows("w2"), residual_SC, out_SC, len(gate_up_N2F))
+        act = self._activation(gate_up_N2F)
+        self._add_output("mlp", act, self.layer.rows("w2"), len(gate_up_N2F), residual_SC, out_SC, saved)
+
+    def recompute_mlp(self, saved: SavedActivations) -> None:
+        act = self._activation(saved.gate_up_N2F)
+        self._project(act, self.layer.rows("w2"), len(saved.gate_up_N2F), saved.residual_SC, saved.mlp_SC)
+
+    def _activation(self, gate_up_N2F: Tensor) -> Fp8Tensor:
+        quantize = partial(glu_fp8, gate_up_N2F, self.model.activation)
+        return self._quantized("act", quantize, gate_up_N2F, self.model.ffn, rows=True, columns=False)
 
     def mlp_backward(
         self, grads: LayerWeights, accumulate: bool, saved: SavedActivations, d_residual_SC: Tensor, out_SC: Tensor
     ) -> None:
-        dout = self._gradient("dout", d_residual_SC, self.tp)
+        dout_SC = self._post_norm_backward("mlp", grads, accumulate, saved, d_residual_SC)
+        dout = self._gradient("dout", dout_SC, self.tp)
         dgate_up, act = self._activation_backward(dout, saved.gate_up_N2F)
         self.gemms.weight_gradient(dout, act, grads.w2_CF, accumulate)
         del dout, act
@@ -85,9 +91,11 @@ class Fp8Linears(ResidualLinears):
                             accumulate)  # fmt: skip
 
     def o_proj_backward(
-        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, d_residual_SC: Tensor, out_NA: Tensor
-    ) -> None:
-        d_residual = self._gradient("dresid", d_residual_SC, self.tp)
+        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, saved: SavedActivations, d_residual_SC: Tensor,
+        out_NA: Tensor,
+    ) -> None:  # fmt: skip
+        dout_SC = self._post_norm_backward("attn", grads, accumulate, saved, d_residual_SC)
+        d_residual = self._gradient("dresid", dout_SC, self.tp)
         self.gemms.input_gradient(d_residual, self.layer.columns("wo"), out_NA)
         attn = self._backward_input("attn", partial(quantize_fp8, attn_NA), attn_NA)
         self.gemms.weight_gradient(d_residual, attn, grads.wo_CA, accumulate)
@@ -135,7 +143,7 @@ class Fp8Linears(ResidualLinears):
         """Return the gradient of gate and up, and the activation, which the gradient of the down projection takes."""
         n, f = len(gate_up_N2F), self.model.ffn
         dact_NF = self.gemms.input_gradient(dout, self.layer.columns("w2"), gate_up_N2F.new_empty(n, f))
-        quantize = partial(swiglu_backward_fp8, dact_NF, gate_up_N2F)
+        quantize = partial(glu_backward_fp8, dact_NF, gate_up_N2F, self.model.activation)
         grad_scale, act_scale = self.layer.scale_amax_of(
             "dh13", "act", measure=lambda grad, act: quantize(grad, None, None, act, None)
         )

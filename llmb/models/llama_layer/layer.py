@@ -7,8 +7,8 @@
                    d_residual_SC)
 
 Autograd decides by itself what it saves and for how long; here the caller does: nothing but the input, keys and values;
-the attention too; or all but the outputs of norms and of SwiGLU; or these as well. Keys and values are those of the
-chunk's whole context, of which the forward pass writes the chunk's rows. Cosine and sine are fp32, of each token's
+the attention too; or all but the outputs of norms and of the activation; or these as well. Keys and values are those of
+the chunk's whole context, of which the forward pass writes the chunk's rows. Cosine and sine are fp32, of each token's
 position in its document. Allocations in between are counted in `llmb/perfmodel/offload/workspace.py`.
 
 On several ranks `model` has this rank's heads and channels (`linears.py`), and with context parallelism a chunk is the
@@ -70,7 +70,7 @@ class LlamaLayer(Generic[Weights]):
         self.key_block, self.tp, self.cp = key_block, tp, cp
         self.model, self.linears = model, linears
         self.width, self.kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.scale = model.softmax_scale
+        self.scale, self.softcap = model.softmax_scale, model.attn_logit_softcap
 
     def forward(
         self,
@@ -96,12 +96,12 @@ class LlamaLayer(Generic[Weights]):
         q_NA = self._qkv(linears, input_SC, kv, segments, cos_ND, sin_ND, q_NA, saved)
         attn, kv = self._attend(q_NA, kv, segments, attn)
         residual_SC = out_SC if saved is None else saved.residual_SC  # unless saved, the MLP adds in place
-        linears.o_proj(attn.out_NA, input_SC, residual_SC)
+        linears.o_proj(attn.out_NA, input_SC, residual_SC, saved)
         returned = (attn, kv) if return_attn else None
         del q_NA, attn
         gate_up_N2F = input_SC.new_empty(len(cos_ND), 2 * self.model.ffn) if saved is None else saved.gate_up_N2F
         linears.gate_up_proj(residual_SC, gate_up_N2F)
-        linears.down_proj(gate_up_N2F, residual_SC, out_SC, save=saved is not None)
+        linears.down_proj(gate_up_N2F, residual_SC, out_SC, saved)
         return returned
 
     def recompute(
@@ -126,8 +126,10 @@ class LlamaLayer(Generic[Weights]):
             apply_rope_(self._heads(saved.q_NA), cos_ND, sin_ND)
         if not attn_saved:
             self._attend(self._queries(linears, saved, cos_ND, sin_ND), kv, segments, attn)
-        linears.o_proj(attn.out_NA, input_SC, saved.residual_SC)
+        linears.o_proj(attn.out_NA, input_SC, saved.residual_SC, saved)
         linears.gate_up_proj(saved.residual_SC, saved.gate_up_N2F)
+        if saved.mlp_SC is not None:
+            linears.recompute_mlp(saved)
 
     def backward(
         self,
@@ -158,7 +160,7 @@ class LlamaLayer(Generic[Weights]):
         n, qkv = len(cos_ND), self.width + 2 * self.kv_width
         # The gradients of gate and up are no longer needed: their memory is reused.
         dout_NA, dqkv_NX, workspace_NC = _carve(saved.gate_up_N2F, (n, self.width), (n, qkv), (n, self.model.hidden))
-        linears.o_proj_backward(grads, accumulate, attn.out_NA, out_SC, dout_NA)
+        linears.o_proj_backward(grads, accumulate, attn.out_NA, saved, out_SC, dout_NA)
         q_NA = self._queries(linears, saved, cos_ND, sin_ND)
         self._attention_backward(dout_NA, kv, attn, q_NA, dkv, accumulate_dkv, segments, cos_ND, sin_ND, dqkv_NX)
         del q_NA
@@ -208,12 +210,12 @@ class LlamaLayer(Generic[Weights]):
         if self.cp is not None:
             assert attn is None, "attention over several ranks is not recomputed"
             out, lse_HN, *context = self.cp.attention_forward(
-                q, *chunk_kv, len(segments), self.scale, self.key_block, self.window
+                q, *chunk_kv, len(segments), self.scale, self.key_block, self.window, self.softcap
             )
             return AttentionOutput(out.flatten(1), lse_HN), KeyValues(*(x.flatten(1) for x in context))
         buffers = None if attn is None else (self._heads(attn.out_NA), attn.lse_HN)
         out, lse_HN = segment_attention_forward(
-            q, *chunk_kv, *context_kv, segments, self.scale, self.key_block, buffers, self.window
+            q, *chunk_kv, *context_kv, segments, self.scale, self.key_block, buffers, self.window, self.softcap
         )
         return AttentionOutput(out.flatten(1), lse_HN), kv
 
@@ -237,13 +239,15 @@ class LlamaLayer(Generic[Weights]):
         (k, v), (chunk_kv, context_kv) = map(self._heads, kv), self._chunk_and_context(kv, segments)
         # No other chunk of this rank sees these keys: nothing to accumulate.
         if self.cp is not None or (not accumulate_dkv and chunk_rows(segments).start == 0):
-            rope_dq, rope_dk, new_dv = (
-                causal_backward(dout, q, *chunk_kv, out, attn.lse_HN, segments, self.scale, self.window)
-                if self.cp is None
-                else self.cp.attention_backward(
-                    dout, q, k, v, out, attn.lse_HN, len(segments), self.scale, self.key_block, self.window
+            if self.cp is None:
+                rope_dq, rope_dk, new_dv = causal_backward(
+                    dout, q, *chunk_kv, out, attn.lse_HN, segments, self.scale, self.window, self.softcap
                 )
-            )
+            else:
+                rope_dq, rope_dk, new_dv = self.cp.attention_backward(
+                    dout, q, k, v, out, attn.lse_HN, len(segments), self.scale, self.key_block, self.window,
+                    self.softcap,
+                )  # fmt: skip
             for grad, rope_grad in ((dq, rope_dq), (chunk_dk, rope_dk)):
                 self._rope_backward(grad, rope_grad, cos_ND, sin_ND)
             _copy(chunk_dv, new_dv)
@@ -252,7 +256,7 @@ class LlamaLayer(Generic[Weights]):
         (dk, dv), context_dkv = self._chunk_and_context(dkv, segments)
         segment_attention_backward(
             dout, q, *chunk_kv, *context_kv, out, attn.lse_HN, segments, dq, dk, dv, *context_dkv, accumulate_dkv,
-            self.scale, self.key_block, self.window,
+            self.scale, self.key_block, self.window, self.softcap,
         )  # fmt: skip
         self._rope_backward(dq, dq, cos_ND, sin_ND)
         self._rope_backward(chunk_dk, dk, cos_ND, sin_ND)

@@ -27,12 +27,12 @@ class ContextParallel(Protocol):
 
     def attention_forward(
         self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, sequences: int, scale: float, key_block: int,
-        window: int | None, /,
+        window: int | None, softcap: float | None, /,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Return output and log-sum-exp, and the gathered keys and values."""
 
     def attention_backward(
         self, dout_NHD: Tensor, q_NHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
-        sequences: int, scale: float, key_block: int, window: int | None, /,
+        sequences: int, scale: float, key_block: int, window: int | None, softcap: float | None, /,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients of this rank's queries, keys and values."""

@@ -4,12 +4,13 @@ Shapes: N tokens of a chunk, S of them in the residual of a tensor-parallel rank
 context, C hidden size; and of this rank: A width of all query heads, W of all KV heads, H heads, F width of the MLP.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 # Inputs of linear layers by name, in the layout that their weight gradients take; missing ones are recomputed.
 SavedInputs = dict[str, Any]
+Block = Literal["attn", "mlp"]  # of a layer: each adds its output to the residual
 
 
 class LayerWeights(NamedTuple):
@@ -24,6 +25,8 @@ class LayerWeights(NamedTuple):
     bqkv_X: Tensor | None = None
     q_norm_D: Tensor | None = None  # of each head
     k_norm_D: Tensor | None = None
+    post_norm1_C: Tensor | None = None  # of what attention adds to the residual
+    post_norm2_C: Tensor | None = None  # of what the MLP adds
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -33,6 +36,10 @@ class LayerWeights(NamedTuple):
     def vectors(self) -> tuple[Tensor, ...]:
         """Those that the layer has, in order."""
         return tuple(vector for vector in self[4:] if vector is not None)
+
+    def post_norm(self, block: Block) -> Tensor | None:
+        """Return the norm of a block's output, if it has any."""
+        return self.post_norm1_C if block == "attn" else self.post_norm2_C
 
 
 class KeyValues(NamedTuple):
@@ -56,3 +63,9 @@ class SavedActivations(NamedTuple):
     residual_SC: Tensor  # after the attention
     gate_up_N2F: Tensor  # gate, then up
     k_NW: Tensor | None = None  # keys before their norms, if they have any
+    attn_SC: Tensor | None = None  # what attention adds to the residual, before its norm, if it has any
+    mlp_SC: Tensor | None = None  # what the MLP adds, likewise
+
+    def output(self, block: Block) -> Tensor | None:
+        """Return what a post-norm takes, if there is any."""
+        return self.attn_SC if block == "attn" else self.mlp_SC

@@ -3,13 +3,13 @@
     act = activation_forward(x, "squared_relu", None)
     dgate, dup = activation_backward(dact, gate, "silu", up)
 
-    act_NF = swiglu(h_N2F)                                              # silu of gate and up side by side in one row
-    swiglu_backward(dact_NF, h_N2F)                                     # h is now dgate | dup, dact the activation
+    act_NF = glu(h_N2F, "silu")                                         # gate and up side by side in one row: SwiGLU
+    glu_backward(dact_NF, h_N2F, "silu")                                # h is now dgate | dup, dact the activation
     act = gated_activation(gate_up_N2F, "silu", "per_token")            # in serving
 
 `swigluoai` is that of gpt-oss, gated only: gate and up are clamped, and the gate of a sigmoid is multiplied by up + 1.
 
-In training both passes compute in fp32 and round once, and rows may have any stride. The backward of SwiGLU needs no
+In training both passes compute in fp32 and round once, and rows may have any stride. The backward of `glu` needs no
 memory: gradients overwrite the tensors that they are gradients of, and the activation, unless it was saved, overwrites
 its own gradient: the gradient of the next weight needs it. `activation_autograd.py` has the autograd functions.
 
@@ -93,16 +93,16 @@ def empty_gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | N
     return dgate, dup
 
 
-def swiglu(h_N2F: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up, gate first, in the dtype of h, or written to `out`, which may be the gate."""
+def glu(h_N2F: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
+    """Return activation(gate) * up, gate first, in the dtype of h, or written to `out`, which may be the gate."""
     gate_NF, up_NF = h_N2F.chunk(2, dim=-1)
-    return activation_forward(gate_NF, "silu", up_NF, out)
+    return activation_forward(gate_NF, activation, up_NF, out)
 
 
-def swiglu_backward(dact_NF: Tensor, h_N2F: Tensor, recompute: bool = True) -> None:
+def glu_backward(dact_NF: Tensor, h_N2F: Tensor, activation: str, recompute: bool = True) -> None:
     """Overwrite h with its gradient and, with `recompute`, dact with the activation."""
     gate_NF, up_NF = h_N2F.chunk(2, dim=-1)
-    activation_backward(dact_NF, gate_NF, "silu", up_NF, (gate_NF, up_NF), recompute)
+    activation_backward(dact_NF, gate_NF, activation, up_NF, (gate_NF, up_NF), recompute)
 
 
 @op

@@ -36,7 +36,7 @@ def rms_norm_backward(
     dweight_C: Tensor,
     accumulate: bool,
 ) -> None:
-    """Write d_residual (None: zero) + dx to `out`, which may be d_residual or dy, and dweight, or add to it.
+    """Write d_residual (None: zero) + dx to `out`, which may be d_residual, dy or x, and dweight, or add to it.
 
     dweight is summed over rows in a fixed order: the same call gives the same bits.
     """

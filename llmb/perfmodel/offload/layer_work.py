@@ -38,16 +38,19 @@ def _plain(model: Model, plan: Plan, gradient: float) -> LayerWork:
     matrices = model.hidden * (2 * width + 2 * kv_width + 3 * model.ffn)
     itemsize, operands = activation_itemsize(plan), operand_bytes(model, plan)
     norms, bias, qkv = (width + kv_width) * (model.qk_norm is not None), model.qkv_bias, width + 2 * kv_width
+    post = 2 * model.hidden * model.post_norms
     return LayerWork(
         gemm_macs=matrices,
-        recompute_macs=model.hidden * (2 * width + 2 * model.ffn + (kv_width if norms else 0)),
-        # Two residual adds; RoPE, norms and biases, in place.
+        recompute_macs=model.hidden * (2 * width + (2 + model.post_norms) * model.ffn + (kv_width if norms else 0)),
+        # Two residual adds, by post-norms too; RoPE, norms and biases, in place.
         forward_bytes=itemsize * (2 * 3 * model.hidden + 2 * (width + kv_width) + 2 * norms + 2 * qkv * bias)
         + operands.forward,
-        recompute_bytes=itemsize * (3 * model.hidden + 2 * width + 2 * (qkv - kv_width) * bias) + operands.recompute,
+        recompute_bytes=itemsize * (3 * model.hidden + 2 * width + 2 * (qkv - kv_width) * bias)
+        + itemsize * 3 * model.ffn * model.post_norms
+        + operands.recompute,
         # RoPE backward, accumulation of dk and dv; queries again, norms' backward and a copy; sums for biases.
         backward_bytes=itemsize * (2 * (width + kv_width) + 2 * kv_width * 4 + (4 * width + 5 * norms) * bool(norms))
-        + itemsize * qkv * bias
+        + itemsize * (qkv * bias + 3 * post)
         + operands.backward,
         # Every weight gradient is read and written once more to accumulate. In fp8 that is a separate pass, which also
         # reads the addend.

@@ -94,7 +94,8 @@ def forward_elements(model: Model, saves_activations: bool) -> int:
     """Return the peak of `LlamaLayer.forward`."""
     width = model.heads * model.head_dim
     queries = 0 if saves_activations and model.qk_norm is None else width
-    attention = queries + width + _lse(model)
+    block = 0 if saves_activations or not model.post_norms else model.hidden  # input of a post-norm
+    attention = queries + width + _lse(model) + block
     mlp = model.ffn if saves_activations else model.hidden + 2 * model.ffn
     return max(model.hidden + queries, attention, model.hidden, mlp)
 
@@ -103,7 +104,8 @@ def recompute_elements(model: Model, attn_saved: bool) -> int:
     """Return the peak of `LlamaLayer.recompute`; the activations it fills belong to the caller."""
     width = model.heads * model.head_dim
     queries = 0 if model.qk_norm is None else width
-    return max(model.hidden, 0 if attn_saved else queries + width + _lse(model))
+    mlp = model.ffn if model.post_norms else 0  # the activation, projected again for its post-norm
+    return max(model.hidden, mlp, 0 if attn_saved else queries + width + _lse(model))
 
 
 def backward_elements(model: Model, keys_per_query: float) -> int:

@@ -136,6 +136,7 @@ class ContextParallel:
         scale: float,
         key_block: int = KEY_BLOCK,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return output and log-sum-exp of this rank's queries, and the gathered keys and values.
 
@@ -146,11 +147,12 @@ class ContextParallel:
         pending = self._start_gather(k_NGD, v_NGD)
         if (window := shorter_window(segments, window)) is not None:
             k_TGD, v_TGD = self._in_sequence_order(pending, sequences)
-            return *windowed_forward(q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, segments, scale, window), k_TGD, v_TGD
-        out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, _padded(v_NGD, width), segments, scale)
+            attn = windowed_forward(q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, segments, scale, window, softcap)
+            return *attn, k_TGD, v_TGD
+        out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, _padded(v_NGD, width), segments, scale, softcap)
         k_TGD, v_TGD = self._in_sequence_order(pending, sequences)
         del pending  # its buffers
-        context_forward(q_NHD, k_TGD, _padded(v_TGD, width), segments, out_NHD, lse_HN, scale, key_block)
+        context_forward(q_NHD, k_TGD, _padded(v_TGD, width), segments, out_NHD, lse_HN, scale, key_block, softcap)
         return out_NHD[..., : v_NGD.shape[-1]].contiguous(), lse_HN, k_TGD, v_TGD
 
     def attention_backward(
@@ -165,6 +167,7 @@ class ContextParallel:
         scale: float,
         key_block: int = KEY_BLOCK,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this rank's queries, keys and values, newly allocated."""
         segments = self.segments(sequences, len(q_NHD) // sequences)
@@ -172,8 +175,9 @@ class ContextParallel:
             k_NGD, v_NGD = self.shard(k_TGD, sequences), self.shard(v_TGD, sequences)
             dk_TGD, dv_TGD = torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
             dq_NHD, *chunk_grads = windowed_backward(
-                dout_NHD, q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dk_TGD, dv_TGD, scale, window
-            )
+                dout_NHD, q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dk_TGD, dv_TGD, scale, window,
+                softcap,
+            )  # fmt: skip
             reduced = self.reduce_scatter(dk_TGD, dv_TGD, sequences)
             dk_NGD, dv_NGD = (x.to(q_NHD.dtype).add_(y) for x, y in zip(chunk_grads, reduced, strict=True))
             return dq_NHD.to(q_NHD.dtype), dk_NGD, dv_NGD
@@ -183,12 +187,14 @@ class ContextParallel:
         # A key is in two rectangles at most: their sum is rounded once, as it would be before it is communicated.
         dk_TGD, dv_TGD = torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
         context_backward(
-            dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_TGD, dv_TGD, scale, key_block
+            dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_TGD, dv_TGD, scale, key_block, softcap
         )
         pending = self._start_reduce_scatter(dk_TGD, dv_TGD[..., :value_width], sequences)
         del dk_TGD, dv_TGD
         k_NGD, v_NGD = (self.shard(x, sequences) for x in (k_TGD, v_TGD))
-        causal_dq_NHD, dk_NGD, dv_NGD = causal_backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, segments, scale)
+        causal_dq_NHD, dk_NGD, dv_NGD = causal_backward(
+            dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, segments, scale, softcap=softcap
+        )
         (context_dk_NGD,), (context_dv_NGD,) = pending.wait()
         return dq_NHD.add_(causal_dq_NHD), dk_NGD.add_(context_dk_NGD), dv_NGD[..., :value_width].add(context_dv_NGD)
 

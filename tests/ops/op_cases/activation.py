@@ -5,7 +5,7 @@ from math import inf, nan
 from torch import Generator, bfloat16, device, dtype, float32, ones, tensor
 
 from llmb.ops.activation.activation import ACTIVATIONS, activation_backward, activation_forward, gated_activation
-from llmb.ops.activation.swiglu_fp8 import swiglu_backward_fp8, swiglu_fp8
+from llmb.ops.activation.glu_fp8 import glu_backward_fp8, glu_fp8
 from llmb.ops.quant.activation_quant import QuantFormat
 from llmb.ops.quant.fp8_quant import E5M2, padded_tokens
 from op_cases import Arguments, cases, full_size_cases, in_wider_rows, randn
@@ -113,44 +113,50 @@ def saturated_gate(g: Generator, d: device, gate: float) -> Arguments:
     return (ones(1, 1, device=d), gate_up[0], "silu", gate_up[1], gate_up, True), {}
 
 
-@cases(swiglu_fp8, *((n, f, "rc") for n, f in ((3, 10), (1, 1), (140, 70), (64, 65), (0, 16))), tolerance=1e-5)
+@cases(glu_fp8, *((n, f, "rc") for n, f in ((3, 10), (1, 1), (140, 70), (64, 65), (0, 16))), tolerance=1e-5)
 @cases(
-    swiglu_fp8,
+    glu_fp8,
     *((17, 64, which) for which in ("r", "c", "")),
     (17, 64, "rc", 0.0),
     (17, 64, "rc", 30.0),
+    (17, 64, "rc", 1, "gelu"),
     tolerance=1e-5,
 )
 @full_size_cases(
-    swiglu_fp8,
+    glu_fp8,
     *((n, f, which) for n, f in ((8192, 14336), (33, 1008), (1, 14336)) for which in ("rc", "r")),
+    (8192, 14336, "rc", 1, "gelu"),
     tolerance=1e-5,
     exact=None,
 )
-def fp8(g: Generator, d: device, n: int, f: int, which: str, scale: float = 1) -> Arguments:
+def fp8(g: Generator, d: device, n: int, f: int, which: str, scale: float = 1, activation: str = "silu") -> Arguments:
     h = randn(g, d, n, 2 * f, scale=scale, dtype=bfloat16)
-    return (h, scale_amax(d, 0.013 * max(scale, 1)), *fp8_layouts(d, n, f, which)), {}
+    return (h, activation, scale_amax(d, 0.013 * max(scale, 1)), *fp8_layouts(d, n, f, which)), {}
 
 
-@cases(swiglu_backward_fp8, (300, 10), (64, 65), (17, 64, 0.0), (17, 64, 30.0), tolerance=1e-5)
-@cases(swiglu_backward_fp8, (17, 64, 1, False), (0, 16), tolerance=1e-5)
-@full_size_cases(swiglu_backward_fp8, (8192, 14336), (33, 1008), (1, 14336), tolerance=1e-5, exact=None)
-def fp8_backward(g: Generator, d: device, n: int, f: int, scale: float = 1, writes: bool = True) -> Arguments:
+@cases(glu_backward_fp8, (300, 10), (64, 65), (17, 64, 0.0), (17, 64, 30.0), (17, 64, 1, True, "gelu"), tolerance=1e-5)
+@cases(glu_backward_fp8, (17, 64, 1, False), (0, 16), tolerance=1e-5)
+@full_size_cases(glu_backward_fp8, (8192, 14336), (33, 1008), (1, 14336), tolerance=1e-5, exact=None)
+@full_size_cases(glu_backward_fp8, (8192, 14336, 1, True, "gelu"), tolerance=1e-5, exact=None)
+def fp8_backward(
+    g: Generator, d: device, n: int, f: int, scale: float = 1, writes: bool = True, activation: str = "silu"
+) -> Arguments:
     dact, h = randn(g, d, n, f, dtype=bfloat16), randn(g, d, n, 2 * f, scale=scale, dtype=bfloat16)
     dh_scale_amax, act_scale_amax = (scale_amax(d, s * max(scale, 1)) for s in (3e-4, 0.013))
     outputs = *fp8_layouts(d, n, 2 * f, "rc", E5M2), fp8_full(d, f, padded_tokens(n))
     dh_rows, dh_columns, act_columns = outputs if writes else (None, None, None)
-    return (dact, h, dh_scale_amax, dh_rows, dh_columns, act_scale_amax, act_columns), {}
+    return (dact, h, activation, dh_scale_amax, dh_rows, dh_columns, act_scale_amax, act_columns), {}
 
 
-@cases(swiglu_fp8, (6, 24), tolerance=1e-5)
+@cases(glu_fp8, (6, 24), tolerance=1e-5)
 def fp8_inside_wider_rows(g: Generator, d: device, n: int, f: int) -> Arguments:
-    return (in_wider_rows(randn(g, d, n, 2 * f, dtype=bfloat16)), scale_amax(d, 0.013), *fp8_layouts(d, n, f, "r")), {}
+    h = in_wider_rows(randn(g, d, n, 2 * f, dtype=bfloat16))
+    return (h, "silu", scale_amax(d, 0.013), *fp8_layouts(d, n, f, "r")), {}
 
 
-@cases(swiglu_backward_fp8, (6, 24), (6, 24, nan), (6, 24, inf), tolerance=1e-5)
+@cases(glu_backward_fp8, (6, 24), (6, 24, nan), (6, 24, inf), tolerance=1e-5)
 def fp8_backward_inside_wider_rows(g: Generator, d: device, n: int, f: int, value: float = 1.0) -> Arguments:
     dact, h = (in_wider_rows(randn(g, d, n, width, dtype=bfloat16)) for width in (f, 2 * f))
     dact[2, 3] = value
     outputs = *fp8_layouts(d, n, 2 * f, "rc", E5M2), scale_amax(d, 0.013), fp8_full(d, f, padded_tokens(n))
-    return (dact, h, scale_amax(d, 3e-4), *outputs), {}
+    return (dact, h, "silu", scale_amax(d, 3e-4), *outputs), {}

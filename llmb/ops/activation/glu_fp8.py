@@ -1,7 +1,9 @@
-"""SwiGLU and its backward straight into fp8: `activation.swiglu` and `quant/fp8_quant.py` in one pass.
+"""SwiGLU or GeGLU and its backward straight into fp8: `activation.glu` and `quant/fp8_quant.py` in one pass.
 
-    swiglu_fp8(h_N2F, scale_amax, rows_NF, columns_FP)
-    swiglu_backward_fp8(dact_NF, h_N2F, dh_scale_amax, dh_rows_N2F, dh_columns_2FP, act_scale_amax, act_columns_FP)
+    glu_fp8(h_N2F, "silu", scale_amax, rows_NF, columns_FP)
+    glu_backward_fp8(
+        dact_NF, h_N2F, "silu", dh_scale_amax, dh_rows_N2F, dh_columns_2FP, act_scale_amax, act_columns_FP
+    )
 
 Inputs are left unchanged. The backward gives the gradients of gate and up, one tensor with one scale, for the GEMMs
 behind it, and the recomputed activation for the gradient of the next weight. Shapes as in both.
@@ -16,19 +18,24 @@ from llmb.ops.quant.fp8_quant import ScaleAmax, quantize_fp8
 
 
 @op
-def swiglu_fp8(
-    h_N2F: Tensor, scale_amax: ScaleAmax, rows_NF: Tensor | None = None, columns_FP: Tensor | None = None
+def glu_fp8(
+    h_N2F: Tensor,
+    activation: str,
+    scale_amax: ScaleAmax,
+    rows_NF: Tensor | None = None,
+    columns_FP: Tensor | None = None,
 ) -> None:
-    """Write silu(gate) * up in fp8, gate first, to the layouts that are given, and update amax."""
+    """Write activation(gate) * up in fp8, gate first, to the layouts that are given, and update amax."""
     gate_NF, up_NF = h_N2F.float().chunk(2, dim=-1)
-    act_NF = activation_forward.reference(gate_NF, "silu", up_NF)
+    act_NF = activation_forward.reference(gate_NF, activation, up_NF)
     quantize_fp8.reference(act_NF, scale_amax, rows_NF, columns_FP)
 
 
 @op
-def swiglu_backward_fp8(
+def glu_backward_fp8(
     dact_NF: Tensor,
     h_N2F: Tensor,
+    activation: str,
     dh_scale_amax: ScaleAmax,
     dh_rows_N2F: Tensor | None,
     dh_columns_2FP: Tensor | None,
@@ -41,6 +48,6 @@ def swiglu_backward_fp8(
     """
     act_NF, dh_N2F = dact_NF.to(torch.float32, copy=True), h_N2F.to(torch.float32, copy=True)
     gate_NF, up_NF = dh_N2F.chunk(2, dim=-1)
-    activation_backward.reference(act_NF, gate_NF, "silu", up_NF, (gate_NF, up_NF), recompute=True)
+    activation_backward.reference(act_NF, gate_NF, activation, up_NF, (gate_NF, up_NF), recompute=True)
     quantize_fp8.reference(dh_N2F, dh_scale_amax, dh_rows_N2F, dh_columns_2FP)
     quantize_fp8.reference(act_NF, act_scale_amax, None, act_columns_FP)
