@@ -31,6 +31,7 @@ from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksu
 from llmb.runtime.faults.fault_injector import FaultInjector
 from llmb.runtime.token_data import TokenFile
 from llmb.train.checkpoint_identity import FORMAT, course, identity
+from llmb.train.checkpoint_reader import CheckpointReader
 from llmb.train.chunked_tensor import (
     ChunkedTensor,
     bucket_tensors,
@@ -73,11 +74,11 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if needs_group and mesh.world_size > 1 else None
 
     def load(self, path: Path) -> None:
-        """Load the training state in place, and check the files beside it; raise ConfigError if one is damaged."""
+        """Load the training state in place and check its files; raise ConfigError if one is damaged."""
         checking = CheckpointCheck(path, self._mesh.rank, self._mesh.world_size)
         self._optimizer.init_state()
         tensors = state_tensors(self._model_parts, self._optimizer)
-        reader = dcp.FileSystemReader(path)
+        reader = CheckpointReader(path, checking)
         failure: BaseException | None = None
         try:
             saved = reader.read_metadata().state_dict_metadata
@@ -103,8 +104,9 @@ class Checkpointer:
             for number, name in enumerate(bucket.names):
                 weight = tensors[f"model.{name}"]
                 assert isinstance(weight, ChunkedTensor)
-                if weight.chunks:
-                    bucket.set_own_part(number, torch.cat([values.flatten() for _, values in weight.chunks]))
+                chunks = [values.flatten() for _, values in weight.chunks]
+                if chunks:
+                    bucket.set_own_part(number, chunks[0] if len(chunks) == 1 else torch.cat(chunks))
             bucket.invalidate()
             self._optimizer.steps = int(tensors[f"optimizer.{bucket.names[0]}.step"])
         saved_scales = {name.removeprefix(SCALES): x for name, x in tensors.items() if name.startswith(SCALES)}

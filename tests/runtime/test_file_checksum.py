@@ -8,9 +8,7 @@ import pytest
 
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial
 from llmb.runtime.checksums.checkpoint_checksums import checksums, find_damage
-from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_WORDS, crc32, word_sums
-
-ROW_BYTES = 8 * ROW_WORDS
+from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_BYTES, file_checksum
 
 
 @pytest.fixture
@@ -21,7 +19,7 @@ def content() -> bytes:
 
 def digest_of(path: Path, content: bytes) -> int:
     path.write_bytes(content)
-    return word_sums(path).digest
+    return file_checksum(path, "word_sums").digest
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
@@ -63,14 +61,14 @@ def test_checksum_does_not_depend_on_how_a_file_is_read(tmp_path: Path, content:
     path = tmp_path / "file"
     whole = digest_of(path, content)
     monkeypatch.setattr("llmb.runtime.checksums.file_checksum.BUFFER_BYTES", ROW_BYTES)
-    assert word_sums(path) == (len(content), whole)
+    assert file_checksum(path, "word_sums") == (len(content), whole)
 
 
 def test_checkpoint_of_an_older_version_is_checked_by_its_crc32(tmp_path: Path, content: bytes) -> None:
     final = checkpoint_path(tmp_path, 2)
     file = create_partial(final) / "shard"
     file.write_bytes(content)
-    assert crc32(file) == (len(content), zlib.crc32(content))
+    assert file_checksum(file, "crc32") == (len(content), zlib.crc32(content))
     commit(final, {}, 1, {"shard": {"bytes": len(content), "crc32": zlib.crc32(content)}})
     assert find_damage(final) is None
     (final / "shard").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -100,4 +98,6 @@ def test_checkpoint_is_never_written_through_a_planted_link(tmp_path: Path) -> N
 
 def test_checksums_are_by_name(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a")
-    assert checksums([tmp_path / "a"]) == {"a": {"bytes": 1, "word_sums": word_sums(tmp_path / "a").digest}}
+    assert checksums([tmp_path / "a"]) == {
+        "a": {"bytes": 1, "word_sums": file_checksum(tmp_path / "a", "word_sums").digest}
+    }

@@ -1,43 +1,34 @@
 """Checksums of the files of a checkpoint: written with it, checked while it is loaded.
 
     files = checksums(paths)                         # when they are on disk; `commit` records them
-    checking = CheckpointCheck(checkpoint)           # reads the files in a thread, beside the load
+    checking = CheckpointCheck(checkpoint)
+    checking.begin(streamed=names)                   # reads all other files in a thread, beside the load
+    with checking.stream(name) as stream: ...        # a file that is loaded anyhow: the loaded bytes are those checked
     checking.damage()                                # waits; None: every file is as it was written
 
 What is found: `file_checksum.py`. Checkpoints of older versions have a CRC-32 of each file instead, or nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import IDENTITY, FileChecksums, checkpoint_step, complete_checkpoints, read_identity
-from llmb.runtime.checksums.file_checksum import crc32, word_sums
-
-ALGORITHMS = {"word_sums": word_sums, "crc32": crc32}  # by the key of their digest in checkpoint.json
+from llmb.runtime.checksums.file_checksum import ALGORITHMS, FileChecksum, file_checksum
+from llmb.runtime.checksums.file_stream import FileStream
 
 
 def checksums(paths: Iterable[Path]) -> FileChecksums:
     """Return size and checksum of each file by its name."""
-    return {path.name: _checksum(path, "word_sums") for path in paths}
+    return {path.name: _record("word_sums", file_checksum(path, "word_sums")) for path in paths}
 
 
-def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with the first bad file of a checkpoint; None: nothing, or nothing is recorded.
-
-    Of several ranks each can check a part of the files.
-    """
-    recorded = read_identity(checkpoint).get("files")
-    if recorded is None:
-        return None
-    if not isinstance(recorded, dict):
-        return f"{IDENTITY} has no list of files"
-    for name, expected in sorted(recorded.items())[part::parts]:
-        if (reason := _difference(checkpoint / name, expected)) is not None:
-            return f"{name} {reason}"
-    return None
+def find_damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with the first bad file of a checkpoint; None: nothing, or nothing is recorded."""
+    return CheckpointCheck(checkpoint).damage()
 
 
 def damaged_error(checkpoint: Path, damage: str) -> ConfigError:
@@ -51,34 +42,84 @@ def damaged_error(checkpoint: Path, damage: str) -> ConfigError:
 
 
 class CheckpointCheck:
-    """A check of a part of a checkpoint's files in a thread."""
+    """A check of a checkpoint's files; of several ranks each checks a part of them."""
 
     def __init__(self, checkpoint: Path, part: int = 0, parts: int = 1):
+        self._checkpoint = checkpoint
+        self._damage: dict[str, str] = {}  # by file
+        recorded = read_identity(checkpoint).get("files", {})
+        if not isinstance(recorded, dict):
+            self._damage[IDENTITY], recorded = "has no list of files", {}
+        names = sorted(recorded, key=_rank_order)[part::parts]
+        self._unchecked: dict[str, Any] = {name: recorded[name] for name in names}  # what is recorded of each
+        self._others: Future[None] | None = None
+
+    def is_streamable(self, name: str) -> bool:
+        """Return whether a file is to be checked here, and has a checksum that can be computed while it is loaded."""
+        return _algorithm(self._unchecked.get(name)) is not None
+
+    def begin(self, streamed: Collection[str] = ()) -> None:
+        """Start to check files in a thread, all but those that will be streamed."""
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
-        self._future: Future[str | None] = executor.submit(find_damage, checkpoint, part, parts)
+        self._others = executor.submit(self._check, [name for name in self._unchecked if name not in streamed])
         executor.shutdown(wait=False)  # ends with the check
 
+    @contextmanager
+    def stream(self, name: str) -> Iterator[FileStream]:
+        """Open a file to load it; it is checked to its end, whether or not the load succeeds."""
+        recorded = self._unchecked.pop(name)
+        algorithm = _algorithm(recorded)
+        assert algorithm is not None, f"{name} is not streamable"
+        try:
+            with FileStream(self._checkpoint / name, algorithm) as stream:
+                try:
+                    yield stream
+                finally:
+                    self._compare(name, recorded, _record(algorithm, stream.checksum()))
+        except OSError as error:
+            self._damage.setdefault(name, f"cannot be read: {error.strerror}")
+            raise
+
     def damage(self) -> str | None:
-        """Wait for the check and return what is wrong."""
-        return self._future.result()
+        """Finish the check of all files and return what is wrong with the first bad one."""
+        if self._others is not None:
+            self._others.result()
+        self._check([*self._unchecked])
+        return next((f"{name} {self._damage[name]}" for name in sorted(self._damage)), None)
+
+    def _check(self, names: Collection[str]) -> None:
+        for name in names:
+            recorded = self._unchecked.pop(name)
+            algorithm = _algorithm(recorded)
+            if algorithm is None:
+                self._damage[name] = f"has no checksum in {IDENTITY}"
+                continue
+            try:
+                self._compare(name, recorded, _record(algorithm, file_checksum(self._checkpoint / name, algorithm)))
+            except OSError as error:
+                self._damage[name] = f"cannot be read: {error.strerror}"
+
+    def _compare(self, name: str, recorded: dict[str, int], actual: dict[str, int]) -> None:
+        if actual["bytes"] != recorded["bytes"]:
+            self._damage[name] = f"has {actual['bytes']:,} bytes, {recorded['bytes']:,} were written"
+        elif actual != recorded:
+            self._damage[name] = "is not what was written: its checksum differs"
 
 
-def _checksum(path: Path, algorithm: str) -> dict[str, int]:
-    size, digest = ALGORITHMS[algorithm](path)
-    return {"bytes": size, algorithm: digest}
+def _record(algorithm: str, checksum: FileChecksum) -> dict[str, int]:
+    return {"bytes": checksum.bytes, algorithm: checksum.digest}
 
 
-def _difference(path: Path, expected: Any) -> str | None:
-    algorithm = next((name for name in ALGORITHMS if isinstance(expected, dict) and name in expected), None)
-    if algorithm is None or not isinstance(written := expected.get("bytes"), int):
-        return f"has no checksum in {IDENTITY}"
-    try:
-        actual = _checksum(path, algorithm)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if actual["bytes"] != written:
-        return f"has {actual['bytes']:,} bytes, {written:,} were written"
-    return None if actual == expected else "is not what was written: its checksum differs"
+def _algorithm(recorded: Any) -> str | None:
+    """Return the name of the checksum that is recorded of a file, if it is a complete record."""
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("bytes"), int):
+        return None
+    return next((name for name in ALGORITHMS if name in recorded), None)
+
+
+def _rank_order(name: str) -> tuple[bool, int, str]:
+    """Sort `__2_0.distcp` before `__10_0.distcp` and `.metadata` last: each rank checks the file that it loads."""
+    return name.startswith("."), len(name), name
 
 
 def _is_intact(checkpoint: Path) -> bool:

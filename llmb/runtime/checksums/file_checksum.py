@@ -1,6 +1,6 @@
 """Checksum of a file: the sums of its 64-bit words by row and by column, where a row is 64 KiB of the file.
 
-    word_sums(path) -> FileChecksum(bytes=1_496_000_128, digest=0x91c5...)
+    file_checksum(path, "word_sums") -> FileChecksum(bytes=1_496_000_128, digest=0x91c5...)
 
 A change within 64 KiB touches each column at most once, so it always changes the sums of columns; blocks that change
 places change the sums of their rows. Missed are only changes that cancel out in four places at the corners of a
@@ -14,12 +14,15 @@ import zlib
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-ROW_WORDS = 8192  # 64 KiB
-BUFFER_BYTES = 32 * 8 * ROW_WORDS  # 2 MiB: stays in the cache of a core between the copy and both sums
+ROW_WORDS = 8192
+ROW_BYTES = 8 * ROW_WORDS  # 64 KiB
+BUFFER_BYTES = 32 * ROW_BYTES  # 2 MiB: stays in the cache of a core between the copy and both sums
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class FileChecksum(NamedTuple):
@@ -29,38 +32,67 @@ class FileChecksum(NamedTuple):
     digest: int
 
 
-def word_sums(path: Path) -> FileChecksum:
-    """Read a file and return the digest of its sums."""
-    memory = bytearray(BUFFER_BYTES)  # one for the whole file: fresh memory costs more than the sums
-    buffer = np.frombuffer(memory, dtype=np.uint8)
-    columns = np.zeros(ROW_WORDS, dtype=np.uint64)
-    digest, size = blake2b(digest_size=8), 0
+class Checksum(Protocol):
+    """A checksum of bytes that are added in their order."""
+
+    def add(self, buffer: Bytes, count: int) -> None:
+        """Add the first bytes of a buffer of whole rows, of which only the last may be partly filled."""
+
+    def result(self) -> FileChecksum:
+        """Return size and digest of what was added."""
+
+
+class WordSums:
+    """Sums of words by row and by column."""
+
+    def __init__(self) -> None:
+        self._columns = np.zeros(ROW_WORDS, dtype=np.uint64)
+        self._digest, self._size = blake2b(digest_size=8), 0
+
+    def add(self, buffer: Bytes, count: int) -> None:
+        self._size += count
+        end = -(-count // ROW_BYTES) * ROW_BYTES
+        buffer[count:end] = 0  # the last row is filled up; the size tells it from zeros of the file
+        rows = buffer[:end].view("<u8").reshape(-1, ROW_WORDS)
+        self._columns += np.add.reduce(rows, axis=0)
+        self._digest.update(np.add.reduce(rows, axis=1).astype("<u8").tobytes())
+
+    def result(self) -> FileChecksum:
+        digest = self._digest.copy()
+        digest.update(self._columns.astype("<u8").tobytes() + self._size.to_bytes(8, "little"))
+        return FileChecksum(self._size, int.from_bytes(digest.digest(), "little"))
+
+
+class Crc32:
+    """CRC-32, as checkpoints of older versions have it."""
+
+    def __init__(self) -> None:
+        self._crc = self._size = 0
+
+    def add(self, buffer: Bytes, count: int) -> None:
+        self._crc, self._size = zlib.crc32(buffer.data[:count], self._crc), self._size + count
+
+    def result(self) -> FileChecksum:
+        return FileChecksum(self._size, self._crc)
+
+
+ALGORITHMS: dict[str, type[Checksum]] = {"word_sums": WordSums, "crc32": Crc32}  # by their name in checkpoint.json
+
+
+def file_checksum(path: Path, algorithm: str) -> FileChecksum:
+    """Read a file and return its checksum."""
+    checksum = ALGORITHMS[algorithm]()
+    buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)  # one for the whole file: fresh memory costs more than the sums
     with FileIO(path) as file:
-        while count := _fill(file, memory):
-            size += count
-            end = -(-count // (8 * ROW_WORDS)) * 8 * ROW_WORDS
-            buffer[count:end] = 0  # the last row is filled up; the size tells it from zeros of the file
-            rows = buffer[:end].view("<u8").reshape(-1, ROW_WORDS)
-            columns += np.add.reduce(rows, axis=0)
-            digest.update(np.add.reduce(rows, axis=1).astype("<u8").tobytes())
-    digest.update(columns.astype("<u8").tobytes() + size.to_bytes(8, "little"))
-    return FileChecksum(size, int.from_bytes(digest.digest(), "little"))
+        while count := fill(file, buffer):
+            checksum.add(buffer, count)
+    return checksum.result()
 
 
-def crc32(path: Path) -> FileChecksum:
-    """Read a file and return its CRC-32, as checkpoints of older versions have it."""
-    memory = bytearray(BUFFER_BYTES)
-    crc = size = 0
-    with FileIO(path) as file:
-        while count := _fill(file, memory):
-            crc, size = zlib.crc32(memoryview(memory)[:count], crc), size + count
-    return FileChecksum(size, crc)
-
-
-def _fill(file: FileIO, memory: bytearray) -> int:
-    """Read until the memory is full or the file ends; return the bytes read."""
+def fill(file: FileIO, buffer: Bytes) -> int:
+    """Read until the buffer is full or the file ends; return the bytes read."""
     filled = 0
-    view = memoryview(memory)
-    while filled < len(memory) and (count := file.readinto(view[filled:])):
+    view = buffer.data
+    while filled < len(view) and (count := file.readinto(view[filled:])):
         filled += count
     return filled

@@ -1,0 +1,77 @@
+"""A file that is read once, from its beginning to its end: its bytes go where they are needed, and into its checksum.
+
+    with FileStream(path, "word_sums") as stream:
+        stream.copy_to(offset, memory)      # offsets ascend; what lies between is read too
+        stream.checksum()                   # reads the rest
+
+A thread reads ahead and sums each block while it is in the cache, so the disk, the sums and the copies overlap.
+"""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from llmb.runtime.checksums.file_checksum import ALGORITHMS, BUFFER_BYTES, Bytes, FileChecksum, fill
+
+AHEAD = 4  # blocks being read or waiting, beside the one that is copied from: they stay in a shared cache
+
+
+class FileStream:
+    """Reader of a whole file in order; the copies of one thread, the sums of another."""
+
+    def __init__(self, path: Path, algorithm: str):
+        self._path, self._file, self._checksum = path, FileIO(path), ALGORITHMS[algorithm]()
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
+        self._waiting: deque[tuple[Bytes, Future[int]]] = deque()
+        self._block, self._start, self._end = np.empty(BUFFER_BYTES, dtype=np.uint8), 0, 0  # bytes of the file in it
+        for _ in range(AHEAD):
+            self._read_ahead(np.empty(BUFFER_BYTES, dtype=np.uint8))
+
+    def copy_to(self, offset: int, memory: Bytes) -> None:
+        """Copy bytes from an offset of the file; raise OSError if it ends before them or cannot be read."""
+        if offset < self._start:
+            raise ValueError(f"{self._path}: bytes at {offset} were read before those at {self._start}")
+        copied = 0
+        while copied < len(memory):
+            while offset >= self._end:
+                if not self._next_block():
+                    raise OSError(f"{self._path} ends at byte {self._end:,}")
+            begin = offset - self._start
+            count = min(self._end - offset, len(memory) - copied)
+            memory[copied : copied + count] = self._block[begin : begin + count]
+            copied, offset = copied + count, offset + count
+
+    def checksum(self) -> FileChecksum:
+        """Read to the end of the file, and return the checksum of all that was read."""
+        while self._next_block():
+            pass
+        return self._checksum.result()
+
+    def _next_block(self) -> bool:
+        """Go on to the next block, and return whether there is one."""
+        block, reading = self._waiting[0]
+        if not (count := reading.result()):
+            return False
+        self._waiting.popleft()
+        self._read_ahead(self._block)
+        self._block, self._start, self._end = block, self._end, self._end + count
+        return True
+
+    def _read_ahead(self, buffer: Bytes) -> None:
+        self._waiting.append((buffer, self._reader.submit(self._read_block, buffer)))
+
+    def _read_block(self, buffer: Bytes) -> int:
+        count = fill(self._file, buffer)
+        self._checksum.add(buffer, count)
+        return count
+
+    def __enter__(self) -> "FileStream":
+        return self
+
+    def __exit__(self, _type: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        self._reader.shutdown(cancel_futures=True)
+        self._file.close()
