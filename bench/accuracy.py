@@ -17,6 +17,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from ratio_picture import ratio_svg
 from step_time_fit import ROUNDS, fit, log_errors
 
 from llmb.perfmodel.hardware import GIB, GPUS
@@ -294,38 +295,10 @@ def worst(samples: Sequence[Sample], errors: np.ndarray, count: int = 15) -> lis
     ]  # fmt: skip
 
 
-def scatter(samples: Sequence[Sample], errors: np.ndarray) -> str:
-    """Return an SVG of predicted over measured step time, by GPU, with lines at +-15 %."""
-    colours = {
-        "gb300": "#b5179e", "gb200": "#7209b7", "b300": "#f8961e", "b200": "#f94144", "h200": "#43aa8b",
-        "h100": "#277da1", "a100": "#555555",
-    }  # fmt: skip
-    width, height, margin = 720, 420, 50
-    times = np.log10([s.seconds for s in samples])
-    low, high = np.floor(times.min()), np.ceil(times.max())
-
-    def x(seconds: float) -> float:
-        return float(margin + (np.log10(seconds) - low) / (high - low) * (width - 2 * margin))
-
-    def y(error: float) -> float:
-        return float(height / 2 - np.clip(error, -0.7, 0.7) / 0.7 * (height / 2 - margin))
-
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-             'font-size="12"><rect width="100%" height="100%" fill="white"/>']  # fmt: skip
-    for ratio in (0.5, 0.85, 1.0, 1.15, 2.0):
-        at = y(float(np.log(ratio)))
-        lines.append(f'<line x1="{margin}" x2="{width - margin}" y1="{at:.1f}" y2="{at:.1f}" stroke="#cccccc"/>'
-                     f'<text x="8" y="{at + 4:.1f}">{ratio:g}</text>')  # fmt: skip
-    for power in range(int(low), int(high) + 1):
-        lines.append(f'<text x="{x(10.0**power):.1f}" y="{height - 28}" text-anchor="middle">{10.0**power:g}</text>')
-    for sample, error in zip(samples, errors, strict=True):
-        colour = colours[sample.setup.gpu]
-        lines.append(f'<circle cx="{x(sample.seconds):.1f}" cy="{y(error):.1f}" r="3" fill="{colour}" opacity="0.5"/>')
-    for index, key in enumerate(dict.fromkeys(sorted(s.setup.gpu for s in samples))):
-        lines.append(f'<text x="{margin + 90 * index}" y="20" fill="{colours[key]}">{key}</text>')
-    lines.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">measured step time in s; '
-                 "vertical: predicted / measured</text></svg>")  # fmt: skip
-    return "\n".join(lines) + "\n"
+def picture(samples: Sequence[Sample], errors: np.ndarray) -> str:
+    """Return an SVG of predicted over measured step time, by GPU."""
+    seconds, gpus = [s.seconds for s in samples], [s.setup.gpu for s in samples]
+    return ratio_svg(seconds, list(errors), gpus, "measured step time in s")
 
 
 def store(samples: Sequence[Sample], c: Constants) -> None:
@@ -368,8 +341,8 @@ MISSES = """Likely causes:
 CURVES = """A step grows with the scale by the slowest rank; by Megatron's last bucket of gradients, which nothing hides
 and which holds a million weights for each replica (Nemotron-4 15b: 40 ms of 2.7 s on 2,048 GPUs); by a ring per bucket
 or sharded layer, whose latency grows with its ranks; and by pipeline stages that leave their node. All curves of
-Nemotron-H and Grok-1 are within the aim, and all of Llama but three. Curves above it, and why no model of the layout
-alone can follow them:
+Nemotron-H and Grok-1 are within the aim, and all of Llama but three. Every curve is of one table of one release, which
+names neither cluster nor network. Curves above the aim, and why no model of the layout alone can follow them:
 
 - GPT-3 175b fp8 of v24.11: 5.92, 5.96, 6.44, 6.72, 6.24 s from 128 to 2,048 GPUs: 1,024 GPUs are slower than 2,048.
   The same curve of v25.02 rises evenly by 6 %, and is followed.
@@ -405,7 +378,7 @@ def main() -> None:
         store(samples, fitted(samples))
         return
     text = report(samples, left_out, calibrated())
-    PICTURE.joinpath(PICTURE_FILE).write_text(scatter(samples, errors_with(samples, calibrated())))
+    PICTURE.joinpath(PICTURE_FILE).write_text(picture(samples, errors_with(samples, calibrated())))
     options.out.write_text(text)
     print(text)
 

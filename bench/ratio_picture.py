@@ -33,8 +33,9 @@ def ratio_svg(values: Sequence[float], errors: Sequence[float], groups: Sequence
     for log_value, error, group in zip(logs, errors, groups, strict=True):
         dot = f'cx="{x(log_value):.1f}" cy="{y(error):.1f}"'
         lines.append(f'<circle {dot} r="2.5" fill="{colours[group]}" opacity="0.45"/>')
+    spacing = min(150, (WIDTH - 2 * MARGIN) // len(names))
     for index, name in enumerate(names):
-        lines.append(f'<text x="{MARGIN + 150 * index}" y="20" fill="{colours[name]}">{name}</text>')
+        lines.append(f'<text x="{MARGIN + spacing * index}" y="20" fill="{colours[name]}">{name}</text>')
     lines.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">{title}; '
                  "vertical: predicted / measured</text></svg>")  # fmt: skip
     return "\n".join(lines) + "\n"

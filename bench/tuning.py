@@ -41,6 +41,7 @@ BEGIN, END = "<!-- written by bench/tuning.py -->", "<!-- end -->"
 AIM, EXPLAINED = 1.08, 1.05  # own layout over the best: what is aimed at, and above what the reason is given
 TUNED = ("rows of the recipes", "Megatron, pre-training")  # layouts that somebody chose for speed
 MOST_TERMS = 4  # named for a row
+MOST_NAMED = 8  # runs in a sentence
 # Why a layout is slower: the terms that shrink most from it to the best one.
 CAUSES = {
     "small micro-batches wait for the host": ("host", "launch"),
@@ -219,11 +220,31 @@ def explained(outcomes: Sequence[Outcome]) -> str:
             (
                 outcome.cause,
                 f"{outcome.case.model} {setup.dtype}, {setup.gpus} {setup.gpu}, {outcome.case.source}",
-                f"{layout_text(setup)} mbs{setup.mbs}", f"{outcome.own_memory / GIB:.0f}", f"{outcome.ratio:.3f}",
+                f"{layout_text(setup)} mbs{setup.mbs}", _memory(outcome), f"{outcome.ratio:.3f}",
                 describe_settings(setup, best), describe_terms(predict(setup), predict(best), MOST_TERMS),
             )
         )  # fmt: skip
     return table(("cause", "run", "its layout", "GiB", "ratio", "change", "largest changes of terms"), rows)
+
+
+def _memory(outcome: Outcome) -> str:
+    """Return the estimates of the own layout and of the best one, and the limit that the search has."""
+    best = outcome.best.memory if outcome.best else outcome.own_memory
+    return f"{outcome.own_memory / GIB:.0f} -> {best / GIB:.0f} of {outcome.limit / GIB:.0f}"
+
+
+def missed(outcomes: Sequence[Outcome]) -> str:
+    """Return how many tuned layouts are further from the best than the aim."""
+    parts = []
+    for kind in TUNED:
+        members = [outcome for outcome in outcomes if outcome.case.kind == kind]
+        above = [outcome for outcome in members if _ratio(outcome) > AIM]
+        names = dict.fromkeys(
+            f"{o.case.model} {o.case.setup.dtype} on {o.case.setup.gpus} {o.case.setup.gpu}" for o in above
+        )
+        listed = f" ({', '.join(names)})" if len(names) <= MOST_NAMED else ""
+        parts.append(f"{len(above)} of {len(members)} {kind}{listed}")
+    return f"More than {100 * (AIM - 1):.0f} % slower than the best: {'; '.join(parts)}."
 
 
 def by_cause(outcomes: Sequence[Outcome]) -> str:
@@ -246,7 +267,7 @@ def _ratio(outcome: Outcome | None) -> float:
 def report(outcomes: Sequence[Outcome]) -> str:
     """Return the tables of the document."""
     title = "### More than 5 % slower than the best"
-    return "\n\n".join((summary(outcomes), title, by_cause(outcomes), explained(outcomes)))
+    return "\n\n".join((summary(outcomes), missed(outcomes), title, by_cause(outcomes), explained(outcomes)))
 
 
 def main() -> None:

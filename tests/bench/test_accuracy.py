@@ -75,5 +75,5 @@ def test_a_curve_shifted_as_a_whole_has_the_right_shape():
 
 
 def test_the_picture_has_a_point_for_each_row(samples):
-    picture = accuracy.scatter(samples, accuracy.errors_with(samples, calibrated()))
+    picture = accuracy.picture(samples, accuracy.errors_with(samples, calibrated()))
     assert picture.count("<circle") == len(samples)

@@ -24,6 +24,9 @@ def test_a_recipe_row_prints_its_waterfall(llmb_run):
     assert (code, err) == (0, "")
     for text in ("model FLOPs at peak", "GEMM", "expert all-to-all", "pipeline bubble", "80 % interval", "MFU"):
         assert text in out
+    assert "does not fit" not in out
+    _, out, _ = llmb_run("predict", "--model", "llama3.1-70b", "--gpu-type", "h100", "--scale", "8")
+    assert "of 79 GiB: does not fit; `llmb-run tune` finds layouts that do" in out
 
 
 def test_json_carries_every_figure(llmb_run):

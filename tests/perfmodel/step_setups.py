@@ -11,7 +11,7 @@ LAYOUT = {field.name for field in fields(Parallel)}
 
 
 def step_setup(model: str, gpu: str, gpus: int, dtype: str, **options: Any) -> StepSetup:
-    """Return a run of 8,192 tokens, one sequence at a time unless told; degrees such as `tp` are its layout."""
+    """Return a run of 8,192 tokens, by default one sequence at a time; degrees such as `tp` are its layout."""
     layout = Parallel(**{name: options.pop(name) for name in LAYOUT & options.keys()})
     lengths = {"seqlen": 8192, "mbs": 1}
     return StepSetup(shape=find_model(model), gpu=gpu, gpus=gpus, dtype=dtype, parallel=layout, **lengths | options)

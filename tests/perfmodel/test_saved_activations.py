@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from step_setups import step_setup
 
+from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.step_time.predictor import predict, run_config, step_memory
-from llmb.perfmodel.step_time.saved_activations import saved_fraction
+from llmb.perfmodel.step_time.saved_activations import saved_fraction, whole_logits
 
 LLAMA = step_setup(
     "llama3.1-70b", "h100", 8, "bf16", seqlen=4096, gbs=32, tp=2, pp=4, vp=20, engine="megatron-2024"
@@ -52,3 +53,18 @@ def test_other_parts_of_the_estimate_stay():
     assert (memory.weights, memory.gradients, memory.optimizer) == (
         estimate.weights, estimate.gradients, estimate.optimizer,
     )  # fmt: skip
+
+
+def test_logits_of_a_whole_micro_batch_are_kept():
+    """The estimate counts a chunk of 2,048 tokens at 6 bytes; without a pipeline the rest is added."""
+    setup = step_setup("llama3.1-8b", "h100", 8, "bf16", gbs=64, mbs=4)
+    assert whole_logits(setup) == 2 * (4 * 8192 - 2048 * 6 / 2) * 128256
+    assert whole_logits(LLAMA) == 0.0
+
+
+def test_ranks_that_share_the_width_of_experts_save_the_tokens_of_all():
+    whole, shared = (step_setup("grok1", "gb200", 128, "bf16", gbs=256, tp=4, ep=8, etp=etp) for etp in (1, 4))
+    model = shared.shape.model
+    saved = sum(count * block.saved_values for _, count, block in block_stack(model))
+    gathered = model.layers * 3 * 2 * model.hidden  # of two experts of a token, for three more ranks
+    assert saved_fraction(shared) - saved_fraction(whole) == pytest.approx(gathered / saved)

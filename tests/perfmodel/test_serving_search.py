@@ -9,6 +9,7 @@ from llmb.config.spec import Parallel
 from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.tune.serving_candidate import ServingFront
 from llmb.perfmodel.tune.serving_reasons import serving_changes, token_changes
 from llmb.perfmodel.tune.serving_search import PRECISION, search_serving
 from llmb.perfmodel.tune.serving_space import serving_layouts
@@ -78,6 +79,25 @@ def test_fixed_load_and_batch():
     assert max(c.setup.max_batch_size for c in outcome.candidates) == 64  # more would stay empty
     single = search_serving(engine_of("llama3.1-8b"), 1, {}, fixed | {"max_batch_size": 16})
     assert [c.setup.max_batch_size for c in single.candidates] == [16]
+
+
+def test_loads_that_are_surpassed_by_far_are_left_out_and_the_pareto_set_is_whole(monkeypatch):
+    base = engine_of("qwen3-30b-a3b", engine="native", isl=256, osl=128)
+    quick = search_serving(base, 2, {"tpot_ms": 30.0})
+    monkeypatch.setattr(ServingFront, "is_hopeless", lambda *_: False)
+    whole = search_serving(base, 2, {"tpot_ms": 30.0})
+    assert quick.predicted < whole.predicted
+    assert [c.setup for c in quick.pareto] == [c.setup for c in whole.pareto]
+    assert quick.candidates[:3] == whole.candidates[:3]
+
+
+def test_the_settings_to_start_from_are_a_candidate():
+    start = engine_of("llama3.1-8b", concurrency=1000, max_batch_size=777, max_num_tokens=5000)
+    for limits, fixed in (({"tpot_ms": 1e3}, {}), ({}, {"concurrency": 1000})):
+        setups = [candidate.setup for candidate in search_serving(start, 1, limits, fixed).candidates]
+        assert setups.count(start) == 1
+        assert {setup.max_num_tokens for setup in setups} >= {5000, 8192}
+    assert start not in [c.setup for c in search_serving(start, 1, {}, {"max_batch_size": 512}).candidates]
 
 
 def test_reasons_account_for_all_of_the_difference(search):

@@ -148,6 +148,17 @@ def test_the_first_micro_batch_has_no_all_to_all_to_overlap_with():
     assert predict(often).terms["ep"] < 64 * 0.7 * predict(once).terms["ep"]
 
 
+def test_recomputed_experts_are_dispatched_again():
+    """Half of the all-to-all is the forward's; the host reads the token counts of recomputed layers twice."""
+    plain, first_layer, all_layers = (
+        predict(replace(QWEN, recompute="full" if layers else "none", recompute_layers=layers)).terms
+        for layers in (None, 1, 48)
+    )
+    assert all_layers["recompute"] > plain["ep"] / 2
+    assert first_layer["recompute"] == pytest.approx(all_layers["recompute"] / 48)
+    assert first_layer["host"] - plain["host"] < (all_layers["host"] - plain["host"]) / 24
+
+
 def test_offloaded_activations_take_time_where_the_link_is_slow():
     """40 of 80 layers of 70b: hidden behind the compute of a GB200, whose host link is seven times that of an H100."""
     setup = step_setup("llama3.1-70b", "gb200", 64, "fp8", mbs=2, gbs=256, fsdp=True, offload_layers=40)

@@ -19,7 +19,8 @@ from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.setup_fields import parse_scales
-from llmb.perfmodel.tune.serving_search import ServingCandidate, ServingSearch, search_serving
+from llmb.perfmodel.tune.serving_candidate import ServingCandidate
+from llmb.perfmodel.tune.serving_search import ServingSearch, search_serving
 from llmb.perfmodel.tune.serving_space import SERVING_DIMENSIONS
 from llmb.report.terminal.colour import print_report
 from llmb.report.tune.serving_tune_table import TunedServing, engine_text, serving_tune_data, serving_tune_text

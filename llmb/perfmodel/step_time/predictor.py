@@ -13,7 +13,7 @@ from llmb.perfmodel.hardware import GB, GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.fitted_constants import NATIVE_FILE, Constants, native_constants, read_interval
-from llmb.perfmodel.step_time.saved_activations import saved_fraction
+from llmb.perfmodel.step_time.saved_activations import saved_fraction, whole_logits
 from llmb.perfmodel.step_time.step_constants import calibrated, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import NATIVE, StepWork, step_terms, step_work
@@ -115,7 +115,8 @@ def step_memory(setup: StepSetup) -> MemoryEstimate:
     estimate = memory_estimate(run_config(setup))
     if setup.engine == NATIVE:  # exact
         return estimate
-    estimate = replace(estimate, activations=estimate.activations * saved_fraction(setup))
+    activations = estimate.activations * saved_fraction(setup) + whole_logits(setup)
+    estimate = replace(estimate, activations=activations)
     return replace(estimate, gradients=0.0, optimizer=0.0) if setup.task == "lora" else estimate
 
 

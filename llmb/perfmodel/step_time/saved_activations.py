@@ -8,6 +8,7 @@ mla_up_proj, mlp, moe_act, moe.
 
 from llmb.config.spec import Model
 from llmb.perfmodel.block_costs import block_stack
+from llmb.perfmodel.memory_estimate import LOGIT_BYTES, LOSS_CHUNK_TOKENS
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import BF16, OPERAND_BYTES
 
@@ -21,6 +22,18 @@ def saved_fraction(setup: StepSetup) -> float:
         plain += count * BF16 * block.saved_values
         saved += count * _saved_bytes(setup, kind, BF16 * block.saved_values)
     return saved / plain * (SELECTIVE_SAVED if setup.recompute == "selective" else 1.0)
+
+
+def whole_logits(setup: StepSetup) -> float:
+    """Return the logits of a micro-batch beyond the chunk that the estimate counts, which chunks the loss.
+
+    Megatron and torchtitan do not; Transformer Engine's loss writes the gradient over them. Only without a pipeline,
+    whose first stage, with the most micro-batches in flight, is the fullest.
+    """
+    chunk = LOSS_CHUNK_TOKENS * LOGIT_BYTES / BF16  # tokens
+    return (
+        BF16 * max(0.0, setup.tokens - chunk) * setup.shape.model.vocab / setup.parallel.tp * (setup.parallel.pp == 1)
+    )
 
 
 def offloaded_bytes(setup: StepSetup) -> float:
@@ -46,7 +59,8 @@ def _saved_bytes(setup: StepSetup, kind: str, plain: float) -> float:
     if kind == "mlp":
         return residual if "mlp" in modules else residual + normalized + _projections(model, model.ffn, operand)
     if kind == "experts":
-        return residual if "moe" in modules else residual + normalized + _experts(model, operand, "moe_act" in modules)
+        experts = _experts(model, operand, "moe_act" in modules, setup.parallel.etp)
+        return residual if "moe" in modules else residual + normalized + experts
     return plain - 2 * BF16 * model.hidden + residual + normalized
 
 
@@ -63,10 +77,13 @@ def _projections(model: Model, width: int, operand: float, activated: float = 1.
     return (BF16 * (2 if model.gated else 1) + activated * operand) * width
 
 
-def _experts(model: Model, operand: float, recomputed: bool) -> float:
-    """Each routed token once before its expert; routing weights are part of the activation, so none after it."""
+def _experts(model: Model, operand: float, recomputed: bool, etp: int) -> float:
+    """Each routed token once before its expert; routing weights are part of the activation, so none after it.
+
+    Ranks that share the width of experts gather the tokens of all of them.
+    """
     assert model.experts is not None
     experts = model.experts
-    routed = operand * (experts.latent or model.hidden)
+    routed = etp * operand * (experts.latent or model.hidden)
     routed += _projections(model, experts.ffn, operand, 0.0 if recomputed else 1.0)
     return experts.top_k * routed + experts.shared * _projections(model, experts.ffn, operand)

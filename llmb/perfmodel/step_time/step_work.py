@@ -45,7 +45,9 @@ FUSED_ACTIVATION = 0.2  # of the traffic of an activation that a fused epilogue 
 RING_QUERIES = 0.75
 # Forward: result read, fp32 sum read and written. Backward: gradient of the queries written, read and added in bf16.
 RING_MERGE = {False: 5.0, True: 4.0}
-SOFTMAX_DIM = 64  # the softmax of a pair takes as long as this many MACs of its head
+# The softmax of a pair takes as long as this many MACs of its head; of cuDNN on an H200, which the native engine calls:
+# the library times of Llama 1B, with heads of 64, against those of 8B, with heads of 128 (bench/RESULTS.md).
+SOFTMAX_DIM, SOFTMAX_DIM_OF = 64.0, {"native": 34.0}
 SELECTIVE = 0.35  # of a layer's forward that selective recompute repeats: attention, norms and every second GEMM
 UPDATE_BYTES = (
     34.0  # of Adam per parameter: fp32 weight and moments read and written, gradient read twice, bf16 written
@@ -213,17 +215,18 @@ def _attention_flops(setup: StepSetup, on: Device, counts: dict[str, float]) -> 
             windowed = shape.window_layers / shape.model.layers
             pairs = min(setup.seqlen, setup.document_tokens or setup.seqlen) / 2
             mean = pairs * (1 - windowed) + min(shape.window or pairs, pairs) * windowed
-            macs = BLOCK_COSTS[kind](shape.model).pair_macs * softmax_cost(shape.model, on.fabric.family)
+            softmax = softmax_cost(shape.model, on.fabric.family, SOFTMAX_DIM_OF.get(setup.engine, SOFTMAX_DIM))
+            macs = BLOCK_COSTS[kind](shape.model).pair_macs * softmax
             total += count * 2.0 * setup.tokens * mean * macs / setup.parallel.tp
     return total
 
 
-def softmax_cost(model: Model, family: str) -> float:
+def softmax_cost(model: Model, family: str, softmax_dim: float = SOFTMAX_DIM) -> float:
     """Return the time of attention per MAC against heads of 128: the softmax of a pair costs as much for any head."""
-    softmax = SOFTMAX_DIM / 2 if family == "blackwell-ultra" else SOFTMAX_DIM  # which exponentiates twice as fast
+    softmax = softmax_dim / 2 if family == "blackwell-ultra" else softmax_dim  # which exponentiates twice as fast
     mla = model.mla
     head_dim = (mla.nope_dim + mla.rope_dim + mla.value_dim) / 2 if mla else model.head_dim
-    return (1 + softmax / head_dim) / (1 + SOFTMAX_DIM / 128)
+    return (1 + softmax / head_dim) / (1 + softmax_dim / 128)
 
 
 def _scan_bytes(setup: StepSetup, counts: dict[str, float]) -> float:

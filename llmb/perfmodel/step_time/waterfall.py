@@ -27,6 +27,7 @@ TERMS = (
 
 HOST_NORM = 4
 FORWARD = 1 / 3  # of a micro-batch
+FORWARD_EXPERTS = 1 / 2  # of the all-to-all, which recompute repeats
 NATIVE = "native"  # the engine of this repository
 
 
@@ -139,13 +140,13 @@ def step_terms(step: StepWork, c: Constants) -> dict[str, float]:
     terms = dict.fromkeys(TERMS, 0.0)
     for name in forward:
         terms[name] = forward[name] + backward[name]
-    terms["recompute"] = _recompute(step, forward, transfer_time(traffic.tp_forward, on, c))
     terms["tp"] = (c["exposed_tp"] if setup.overlap_tp else 1.0) * transfer_time(traffic.tp, on, c)
     terms["cp"] = c["exposed_cp"] * transfer_time(traffic.cp, on, c)
     all_to_all = "all_to_all" if setup.dispatcher in ("alltoall", "tokendrop") else "fused_all_to_all"
     ep = transfer_time(traffic.ep, on, c, all_to_all) + transfer_time(traffic.etp, on, c)
     hidden = (1 - c["exposed_overlapped_experts"]) * (ga - 1) / ga  # the first forward and last backward are alone
     terms["ep"] = ep * (1 - hidden if setup.overlap_experts else 1.0)
+    terms["recompute"] = _recompute(step, forward, transfer_time(traffic.tp_forward, on, c) + FORWARD_EXPERTS * ep)
     exposed_pp = c["exposed_pp"] if (split.vp or 1) > 1 else 1.0
     terms["pp"] = exposed_pp * transfer_time(traffic.pp, on, c)
     terms["launch"] = work.kernels * c["launch"]
@@ -171,15 +172,22 @@ def step_terms(step: StepWork, c: Constants) -> dict[str, float]:
     return terms
 
 
-def _recompute(step: StepWork, forward: dict[str, float], tp: float) -> float:
+def _recomputed_part(setup: StepSetup) -> float:
+    """Return the fraction of a rank's layers whose whole forward is repeated."""
+    if setup.recompute != "full":
+        return 0.0
+    layers = setup.layer_count / setup.parallel.pp
+    return 1.0 if setup.recompute_layers is None else min(1.0, setup.recompute_layers / layers)
+
+
+def _recompute(step: StepWork, forward: dict[str, float], collectives: float) -> float:
+    """Time of repeated forwards, with their collectives where whole layers are repeated."""
     setup = step.setup
     if setup.recompute == "full":
-        layers = setup.layer_count / setup.parallel.pp
-        part = 1.0 if setup.recompute_layers is None else min(1.0, setup.recompute_layers / layers)
         repeated = sum(forward.values())
         if setup.engine == NATIVE and is_explicit(setup):
             repeated = explicit_recompute(setup, forward)
-        return part * (repeated + tp)
+        return _recomputed_part(setup) * (repeated + collectives)
     if setup.recompute == "selective":
         return SELECTIVE * sum(forward.values())
     modules = {
@@ -212,8 +220,9 @@ def _exposed_host(step: StepWork, c: Constants, gpu: float) -> float:
     if setup.graphs == 1.0:
         dispatch = wait = 0.0
     slower = c["grace"] if step.device.fabric.grace else 1.0
-    host = slower * (launches + dispatch) * (4 / 3 if setup.recompute == "full" else 1.0)
-    busy = gpu + slower * (0.0 if setup.dispatcher == "tokendrop" else wait)
+    part = _recomputed_part(setup)  # of the layers, which are routed and dispatched a second time
+    host = slower * (launches * (1 + FORWARD * part) + dispatch * (1 + part))
+    busy = gpu + slower * (1 + part) * (0.0 if setup.dispatcher == "tokendrop" else wait)
     return float((busy**HOST_NORM + host**HOST_NORM) ** (1 / HOST_NORM) - gpu)
 
 

@@ -2,7 +2,7 @@
 
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.tune.layout_reasons import term_changes
-from llmb.perfmodel.tune.serving_search import ServingCandidate
+from llmb.perfmodel.tune.serving_candidate import ServingCandidate
 
 FIELDS = ("tp", "pp", "attention_dp", "ep", "max_num_tokens", "max_batch_size", "concurrency")
 NOTICEABLE = 0.01  # of TPOT or TTFT, to be named as a reason

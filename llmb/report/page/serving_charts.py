@@ -171,10 +171,13 @@ def _concurrency(record: RunRecord, done: Sequence[RequestDone], middles: Sequen
 
 
 def _arrivals(measured: Sequence[RequestDone]) -> Chart | None:
-    """Return the TTFT, or without streaming the whole time, of requests in order of arrival."""
+    """Return the TTFT, or without streaming the whole time, of requests in order of arrival.
+
+    None where all arrived at once: every point would lie on one vertical line.
+    """
     latencies = [(r.arrival, ttft_ms(r) if r.first_token is not None else e2e_ms(r)) for r in measured if not r.error]
     points = sorted((arrival, value) for arrival, value in latencies if value is not None)
-    if not points:
+    if not points or (points[0][0] == points[-1][0] and len(points) > 1):
         return None
     bins = thin([x for x, _ in points], [y for _, y in points])
     traces = thinned_series("latency", bins, 4, "%{y:.5g} ms")
@@ -192,7 +195,7 @@ def _arrivals(measured: Sequence[RequestDone]) -> Chart | None:
     streamed = any(request.first_token is not None for request in measured)
     latency = "TTFT" if streamed else "time to the whole response"
     span = points[-1][0] - points[0][0]
-    pace = f" They arrived over {number(span)} s, {number(len(points) / span)} a second." if span > 0 else ""
+    pace = f" They arrived over {number(span)} s, {number(len(points) / span)} a second." if span else ""
     captions = [
         f"The {latency} of each request by its arrival.{pace}",
         *([t] if (t := bins.caption("requests")) else []),

@@ -7,6 +7,7 @@ what they take beyond it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.perfmodel.block_costs import block_stack
@@ -153,13 +154,15 @@ def plan_chart(record: RunRecord) -> Chart | None:
     return waterfall("waterfall", "A step by stream, seconds", bars, captions)
 
 
-def waterfall(name: str, title: str, bars: list[Bar], captions: list[str]) -> Chart:
+def waterfall(name: str, title: str, bars: list[Bar], captions: list[str], unit: Literal["s", "ms"] = "s") -> Chart:
     """Return a chart of bars that begin where the one above ends."""
     drawn = bars[::-1]  # Plotly draws the first at the bottom
+    scale = 1.0 if unit == "s" else 1e3
     styles = [BAR_STYLE.get(bar.name, (GREY, "")) for bar in drawn]
     trace: Trace = {
-        "type": "bar", "orientation": "h", "y": [f"{plain(bar.name)}<br>{number(bar.seconds)} s" for bar in drawn],
-        "x": values(bar.seconds for bar in drawn), "base": values(bar.start_s for bar in drawn),
+        "type": "bar", "orientation": "h",
+        "y": [f"{plain(bar.name)}<br>{number(bar.seconds * scale)} {unit}" for bar in drawn],
+        "x": values(bar.seconds * scale for bar in drawn), "base": values(bar.start_s * scale for bar in drawn),
         "customdata": [plain(bar.arithmetic) for bar in drawn],
         "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",
         "marker": {
@@ -167,7 +170,7 @@ def waterfall(name: str, title: str, bars: list[Bar], captions: list[str]) -> Ch
             "pattern": pattern([shape for _, shape in styles]),
         },
     }  # fmt: skip
-    layout = {"xaxis": axis("s", rangemode="tozero"), "yaxis": {"automargin": True}, "hovermode": "closest"}
+    layout = {"xaxis": axis(unit, rangemode="tozero"), "yaxis": {"automargin": True}, "hovermode": "closest"}
     return Chart(
         name=name, title=title, traces=[trace], layout=layout, captions=captions, height=80 + 38 * len(bars), whole=True
     )
@@ -194,5 +197,5 @@ def serving_charts(record: RunRecord) -> list[Chart]:
             bars.append(Bar("measured TPOT", 0.0, tpot / 1000, "mean over requests"))
             captions.append("TPOT also includes the steps that prefill other requests, and scheduling.")
         name = f"terms-{prefix.strip('_').replace('_', '-')}"
-        charts.append(waterfall(name, f"A {title}, seconds", bars, captions))
+        charts.append(waterfall(name, f"A {title}, milliseconds", bars, captions, "ms"))
     return charts

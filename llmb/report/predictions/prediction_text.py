@@ -50,13 +50,15 @@ def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -
     tokens_per_s = p.tokens_per_s_per_gpu * setup.gpus
     low, high = p.interval_80
     capacity = setup.gpu_memory_bytes
-    limit = f" of {capacity / GIB:.0f}" if capacity else ""
+    limit = f" of {capacity / GIB:.0f} GiB" if capacity else " GiB"
+    if capacity and p.memory_gib * GIB > capacity:
+        limit += ": does not fit; `llmb-run tune` finds layouts that do, or the GPUs they take"
     mfu = "" if p.mfu is None else f" MFU {100 * p.mfu:.1f} %,"
     lines = [
         f"step time {p.step_time_s:.3f} s, 80 % interval {low:.3f} to {high:.3f} s",
         f"{p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {tokens_per_s:,.0f} tokens/s, "
         f"{days_to_train(TERA_TOKENS, tokens_per_s):,.1f} days per 1T tokens",
-        f"{p.tflops_per_gpu:,.0f} TFLOP/s/GPU,{mfu} memory estimate {p.memory_gib:.0f}{limit} GiB",
+        f"{p.tflops_per_gpu:,.0f} TFLOP/s/GPU,{mfu} memory estimate {p.memory_gib:.0f}{limit}",
         f"ceilings: {ceilings_source(setup.gpu, setup.rates)}",
     ]
     if base is not None:

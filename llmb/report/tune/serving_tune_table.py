@@ -6,8 +6,9 @@ from typing import Any
 
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.measured_device import ceilings_source
+from llmb.perfmodel.tune.serving_candidate import ServingCandidate
 from llmb.perfmodel.tune.serving_reasons import serving_changes, token_changes
-from llmb.perfmodel.tune.serving_search import ServingCandidate, ServingSearch
+from llmb.perfmodel.tune.serving_search import ServingSearch
 from llmb.report.predictions.serving_text import TITLES
 from llmb.report.table import render
 
