@@ -56,24 +56,25 @@ class Order:
     watch_all: bool  # of these; else the last
     link_gbs: tuple[float, float]
     peak_tflops: float | None
+    disk_path: str | None = None  # for a plan that keeps buckets on disk
 
 
 def train(model: Model, result: PlanResult, order: Order, device: torch.device, slab: HostSlab) -> Trained:
     """Open a trainer, run its steps, return the measurements; the caller releases all memory but the slab."""
     began = time.perf_counter()
-    trainer = _opened(model, result, order.budgets, device, slab)
+    trainer = _opened(model, result, order, device, slab)
     opening_s = time.perf_counter() - began
     total = order.steps + order.warm_up
     start = trainer.streams.record_event("compute")
-    record = StreamRecorder(model, result.plan, start)
+    record = StreamRecorder(model, result.plan, trainer.streams)
     watched = range(order.warm_up + 1 if order.watch_all else total, total + 1)
     issued = [trainer.step(n, observer=record.observer(n) if n in watched else None) for n in range(1, total + 1)]
-    trainer.streams.wait()
+    trainer.wait()
     ends = [start, *(entry.done for entry in issued)]
     seconds = [before.elapsed_s(end) for before, end in pairwise(ends)]
     losses = [entry.loss for entry in issued]
     arena = trainer.arena
-    streams = record.timeline(arena.device_bytes, arena.host_bytes, order.peak_tflops, order.link_gbs)
+    streams = record.timeline(arena.device_bytes, trainer.host_bytes, order.peak_tflops, order.link_gbs)
     return Trained(
         opening_s=opening_s,
         warm_up_s=seconds[0] if order.warm_up else None,
@@ -82,16 +83,18 @@ def train(model: Model, result: PlanResult, order: Order, device: torch.device, 
         sound=_sound(losses, model.vocab),
         waited=1 - _busy(streams, "compute", total) / seconds[-1],
         link={stream: _busy(streams, stream, total) / seconds[-1] for stream in ("inbound", "outbound")},
-        host_bytes=arena.host_bytes,
+        host_bytes=trainer.host_bytes,
         device_bytes=arena.device_bytes,
         driver_bytes=_taken(device),
         streams=streams,
     )
 
 
-def _opened(model: Model, result: PlanResult, budgets: Budgets, device: torch.device, slab: HostSlab) -> Trainer:
+def _opened(model: Model, result: PlanResult, order: Order, device: torch.device, slab: HostSlab) -> Trainer:
     batches = ChunkedBatches(model, result.plan, SEED, None, False, device)
-    settings = TrainerSettings(seed=SEED, budgets=budgets, host_slots=result.simulation.host_slots)
+    settings = TrainerSettings(
+        seed=SEED, budgets=order.budgets, host_slots=result.simulation.host_slots, disk_path=order.disk_path
+    )
     trainer = Trainer(model, result.plan, device, settings, batches, lambda _: LR, slab)
     trainer.initialise()
     trainer.streams.wait()

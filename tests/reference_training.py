@@ -44,8 +44,9 @@ LEAST = Plan(
 
 
 def has_plain_layers(model: Model) -> bool:
-    """Return whether layers are those of a Llama, without biases and norms of heads."""
-    return has_llama_layers(model) and not model.qkv_bias and model.qk_norm is None
+    """Return whether layers are those of a Llama, without anything that others have more."""
+    others = model.qkv_bias, model.qk_norm, model.post_norms, model.attn_logit_softcap, model.local_rope
+    return has_llama_layers(model) and model.activation == "silu" and not any(others)
 
 
 def least_plan(model: Model) -> Plan:
@@ -140,13 +141,15 @@ def trainer_of(
     initial: bool = False,
     rate: Callable[[int], float] = lr,
     text: TokenFile | None = None,
+    disk_path: Path | None = None,
 ) -> Trainer:
     """Return a trainer of the same model, or with the initial weights of a run; all memory starts as NaN.
 
     Given a text, its documents are packed.
     """
     batches = ChunkedBatches(model, plan, SEED, text, pack=text is not None, device=device)
-    settings = TrainerSettings(seed=SEED, clip=clip, host_slots=simulate(model, plan, NOMINAL_CPU).host_slots)
+    host_slots = simulate(model, plan, NOMINAL_CPU).host_slots
+    settings = TrainerSettings(seed=SEED, clip=clip, host_slots=host_slots, disk_path=disk_path and str(disk_path))
     trainer = Trainer(model, plan, device, settings, batches, rate, streams=streams)
     trainer.arena.slab.fill_(255)
     for kind, count in trainer.arena.host_slots.items():
@@ -163,9 +166,10 @@ def set_weights(trainer: Trainer, network: Network) -> None:
     """Copy the network's weights to the trainer."""
     named = dict(network.named_parameters())
     for bucket in trainer.buckets:
-        tensors = bucket_tensors(trainer.weights_of(bucket), ParamBuckets(trainer.model).tensors(bucket))
-        for place in param_slices(trainer.model, bucket):
-            tensors[place.tensor][place.rows].copy_(named[place.name].detach()[place.source])
+        with trainer.edit_weights(bucket) as weights:
+            tensors = bucket_tensors(weights, ParamBuckets(trainer.model).tensors(bucket))
+            for place in param_slices(trainer.model, bucket):
+                tensors[place.tensor][place.rows].copy_(named[place.name].detach()[place.source])
 
 
 def weights_in(trainer: Trainer) -> dict[str, torch.Tensor]:

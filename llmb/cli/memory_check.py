@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from llmb.config.native.outofcore_support import disk_misfit
 from llmb.config.run_list import out_of_core_target
-from llmb.config.spec import RunConfig, Training
+from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.launch.local_machine import available_memory_bytes, gpu_memory_bytes, gpu_names
 from llmb.perfmodel import hardware, memory_fit
@@ -52,7 +53,7 @@ def warn(lines: Iterator[str]) -> None:
 
 
 def misfits(config: RunConfig, recipes: Mapping[str, "Recipe"], *, local: bool) -> Iterator[str]:
-    """Yield a line for device and host memory that a run exceeds; the host's only if it is for this machine."""
+    """Yield a line for device and host memory and disk that a run exceeds; of the last two only for this machine."""
     line = memory_fit.misfit(config)
     if line is not None:
         target = out_of_core_target(config.size, recipes) if _is_on_one_gpu(config) else None
@@ -61,6 +62,11 @@ def misfits(config: RunConfig, recipes: Mapping[str, "Recipe"], *, local: bool) 
         line = memory_fit.host_misfit(config, config.launch_machine.gpus, available_memory_bytes())
         if line is not None:
             yield line
+        work = config.workload
+        if isinstance(work, OutOfCore) and work.prediction is not None and work.prediction.disk_bytes:
+            line = disk_misfit(work.disk_path, sum(work.prediction.disk_bytes.values()))
+            if line is not None:
+                yield line
 
 
 def _is_on_one_gpu(config: RunConfig) -> bool:

@@ -11,7 +11,8 @@ activations are saved for backward, and what is recomputed:
     A  input, keys and values, attention        projections of queries and output, gate and up
     I  input, keys and values                   these and the attention
 
-The last of them stay on the device as far as there are slots, the others are in host memory.
+The last of them stay on the device as far as there are slots, the others are in host memory. Weights and optimizer
+state that host memory does not hold live on disk (`disk_*`) and pass through staging buffers of the host.
 """
 
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Plan:
     attn_slots: int
     rest_slots: int
     levels: str  # a letter for each chunk of a whole round, layer by layer
+    disk_params: int = 0  # buckets that live on disk; none of them is resident
+    disk_states: int = 0
 
     @property
     def groups(self) -> int:
@@ -62,6 +65,10 @@ class Plan:
     def keeps_gradients(self) -> bool:
         """Return whether gradients are kept for a later round or step; otherwise each is consumed when complete."""
         return self.rounds > 1 or self.update_at == "forward"
+
+    @property
+    def uses_disk(self) -> bool:
+        return self.disk_params + self.disk_states > 0
 
     @property
     def chunks_per_group(self) -> int:

@@ -267,6 +267,10 @@ class Inference:
     top_p: float = 1.0
     weights: str | None = None  # folder in Hugging Face's layout; none: random weights
     seed: int = 1234
+    speculative_tokens: int = 0  # tokens that a draft model proposes and one step verifies; 0: no speculative decoding
+    draft: str | None = None  # the draft model: layers:N (the first N), a published model by name, a weights folder
+    draft_acceptance: tuple[float, ...] | None = None  # probability of each draft after those before; none: equality
+    draft_model: Model | None = None  # set when the run is resolved
     rate: float | None = None  # requests/s at random times, instead of a fixed concurrency
     burstiness: float = 1.0  # with a rate: shape of gamma intervals; 1: Poisson, less: burstier
     slo: str | None = None  # limits for goodput: ttft=500ms,tpot=50ms
@@ -286,10 +290,15 @@ class Prediction:
     outbound_s: float | None  # D2H copies
     inbound_bytes: int
     outbound_bytes: int
+    disk_read_s: float | None = None  # the disk is read
+    disk_write_s: float | None = None
+    disk_read_bytes: int = 0
+    disk_write_bytes: int = 0
     hardware_flops: float  # executed, recomputation included
     host_slots: dict[str, int]  # host buffers for gradients and activations, by kind
     host_bytes: dict[str, int]  # by kind
     device_bytes: dict[str, int]
+    disk_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +309,9 @@ class OutOfCore:
     seqlen: int
     host_gib: float
     device_gib: float
+    disk_gib: float = 0.0  # of a disk, for state and weights that host memory does not hold; 0: no disk is used
+    disk_path: str | None = None  # folder on that disk; a run needs it, a plan does not
+    disk_gbs: float | None = None  # GB/s of that disk each way, for the prediction; none: as `llmb-run probe` measured
     update: Update = "stochastic"  # rounding of weight updates
     clip: float | None = None  # gradient clipping: largest global norm; none: no clipping
     gbs: int | None = None  # sequences per optimizer step
@@ -377,6 +389,7 @@ class Predicted:
     interval_80: tuple[float, float] | None = None  # lowest and highest value; none: not known
     ttft_ms: float | None = None  # this and the next: of serving, means over all requests
     tpot_ms: float | None = None
+    speculative_speedup: float | None = None  # of a decode step by its drafts, at the stated acceptance
     memory_gib: float | None = None  # of the fullest GPU
     terms: dict[str, float] = field(default_factory=dict)  # seconds of a step by kind of work
     source: str | None = None  # of the rates

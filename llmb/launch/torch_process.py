@@ -68,11 +68,15 @@ def _wait(process: subprocess.Popen[str], on_progress: Callable[[float], None]) 
 
 
 def run_probe(
-    device: str, on_progress: Callable[[str], None], shapes: Sequence[tuple[int, int, int]] = ()
+    device: str,
+    on_progress: Callable[[str], None],
+    shapes: Sequence[tuple[int, int, int]] = (),
+    disk_path: str | None = None,
 ) -> dict[str, Any]:
-    """Measure the rates of a device, `cuda` or `cpu`, and of GEMMs of these shapes, and return them by name."""
+    """Return the rates of a device, `cuda` or `cpu`, of GEMMs of these shapes, and of a folder's disk, by name."""
     require_torch("probe")
-    return measure_in([sys.executable, "-m", PROBE_MODULE, device, json.dumps(shapes)], on_progress)
+    disk = [] if disk_path is None else [disk_path]
+    return measure_in([sys.executable, "-m", PROBE_MODULE, device, json.dumps(shapes), *disk], on_progress)
 
 
 def measure_in(command: Sequence[str], on_progress: Callable[[str], None]) -> dict[str, Any]:

@@ -19,7 +19,14 @@ from llmb.errors import ConfigError
 from llmb.offload.pinned_memory import HostSlab
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.buffers import buffer_bytes
-from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES, buffer_counts, device_bytes, host_bytes, host_slot_counts
+from llmb.perfmodel.offload.plan_memory import (
+    CONTEXT_BYTES,
+    buffer_counts,
+    device_bytes,
+    disk_bytes,
+    host_bytes,
+    host_slot_counts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +35,7 @@ class Budgets:
 
     host_gib: float | None = None
     device_gib: float | None = None
+    disk_gib: float | None = None
 
 
 UNLIMITED = Budgets()
@@ -106,6 +114,7 @@ def _check_budgets(
     needed = {
         "host": (sum(host_bytes(model, plan, host_slots).values()), budgets.host_gib),
         "device": (sum(device_bytes(model, plan, device.type).values()), budgets.device_gib),
+        "disk": (sum(disk_bytes(model, plan).values()), budgets.disk_gib),
     }
     for side, (size, budget) in needed.items():
         if budget is not None and size > budget * GIB:

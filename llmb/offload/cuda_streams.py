@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
+from llmb.perfmodel.offload.stream_timeline import DEVICE_STREAMS, StreamName
 
 EVENTS = 4096  # per stream; waiting for an older entry means waiting for the oldest of these
 
@@ -110,10 +110,12 @@ class CudaStreams:
             "inbound": torch.cuda.Stream(device),
             "outbound": torch.cuda.Stream(device),
         }
-        self.events = {stream: [torch.cuda.Event() for _ in range(EVENTS)] for stream in STREAMS}
-        self.issued = dict.fromkeys(STREAMS, 0)  # entries in total
-        self.base = dict.fromkeys(STREAMS, 0)  # of these, before the current program
-        self.waited = {stream: dict.fromkeys(STREAMS, 0) for stream in STREAMS}  # entries of others it has waited for
+        self.events = {stream: [torch.cuda.Event() for _ in range(EVENTS)] for stream in DEVICE_STREAMS}
+        self.issued = dict.fromkeys(DEVICE_STREAMS, 0)  # entries in total
+        self.base = dict.fromkeys(DEVICE_STREAMS, 0)  # of these, before the current program
+        self.waited = {  # entries of others that each has waited for
+            stream: dict.fromkeys(DEVICE_STREAMS, 0) for stream in DEVICE_STREAMS
+        }
 
     def begin(self) -> None:
         self.base = dict(self.issued)

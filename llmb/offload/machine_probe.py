@@ -1,6 +1,7 @@
 """Probe of the machine: sustained rates of computation and copies, launch latency and host memory.
 
     python -m llmb.offload.machine_probe cuda '[[16384, 6144, 4096]]'     # or cpu; rows, outputs, inputs of GEMMs
+    python -m llmb.offload.machine_probe cuda '[]' /nvme                  # with the disk of a folder
 
 Progress on stderr, one line of JSON on stdout. On a GPU with the shapes of Llama 8B, as out-of-core training has them,
 on random numbers, each for seconds: a power-limited chip slows down, the more so the more bits toggle, and only then
@@ -12,12 +13,15 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmb.errors import LaunchError
 from llmb.models.llama_layer.linear_gemms import Fp8LinearGemms, LinearGemms
+from llmb.offload import disk_probe
 from llmb.ops.attention.segment_attention import (
     Segment,
     causal_backward,
@@ -95,7 +99,9 @@ class Probe:
         _say(f"{name.rsplit('_', 1)[0].replace('_', ' ')}: {measured.rate / unit:.4g} {text}")
 
 
-def measure(device: torch.device, sizes: Sizes, shapes: Sequence[GemmShape] = ()) -> dict[str, Any]:
+def measure(
+    device: torch.device, sizes: Sizes, shapes: Sequence[GemmShape] = (), disk: Path | None = None
+) -> dict[str, Any]:
     """Return all rates, and under `details` what else was measured, by the names of perfmodel/probe/probe_record.py."""
     probe = Probe()
     probe.record("matmul_tflops", gemm_rate(LinearGemms(), device, sizes), TERA, "TFLOP/s")
@@ -108,6 +114,10 @@ def measure(device: torch.device, sizes: Sizes, shapes: Sequence[GemmShape] = ()
     probe.record("memory_gbs", memory_rate(device, sizes), GIGA, "GB/s")
     for name, measured in link_rates(device, sizes).items():
         probe.record(name, measured, GIGA, "GB/s")
+    if disk is not None:
+        disk_sizes = disk_probe.ON_GPU if device.type == "cuda" else disk_probe.ON_CPU
+        for name, measured in disk_probe.disk_rates(disk, disk_sizes).items():
+            probe.record(name, measured, GIGA, "GB/s")
     return {**probe.rates, "details": {"rates": _plain(probe.spreads), **_details(device, sizes, shapes)}}
 
 
@@ -303,11 +313,12 @@ def main(arguments: list[str]) -> int:
     """Measure the named device; a failure is one line."""
     device = torch.device(arguments[0] if arguments else "cpu")
     shapes = [(rows, m, k) for rows, m, k in json.loads(arguments[1])] if len(arguments) > 1 else []
+    disk = Path(arguments[2]) if len(arguments) > 2 else None
     torch.manual_seed(0)
     try:
         with torch.no_grad():
-            rates = measure(device, ON_GPU if device.type == "cuda" else ON_CPU, shapes)
-    except (RuntimeError, ImportError) as error:  # out of memory, no driver, a kernel that is not there
+            rates = measure(device, ON_GPU if device.type == "cuda" else ON_CPU, shapes, disk)
+    except (RuntimeError, ImportError, LaunchError) as error:  # out of memory, no driver, no kernel; a full disk
         print(f"{type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     print(json.dumps(rates))

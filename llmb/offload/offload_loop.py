@@ -18,6 +18,7 @@ from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.offload.arena import Budgets
 from llmb.offload.chunked_batches import ChunkedBatches
+from llmb.offload.disk_file import buffered_line
 from llmb.offload.hf_export import export
 from llmb.offload.offload_checkpoint import (
     CheckpointIdentity,
@@ -58,7 +59,9 @@ def train(config: RunConfig, recorder: EventRecorder) -> None:
     resumed = resume_point(workload, folder, identity)
     rank_info = init_distributed(config, ENGINE)
     check_dtypes(rank_info.device, dtype=config.precision.dtype)
-    recorder.add(run_started(rank_info, fallback_lines(rank_info.device, TRAINING_FEATURES)))
+    buffered = buffered_line(Path(workload.disk_path)) if plan.uses_disk and workload.disk_path is not None else None
+    fallbacks = (*fallback_lines(rank_info.device, TRAINING_FEATURES), *([buffered] if buffered else []))
+    recorder.add(run_started(rank_info, fallbacks))
     record_resume(recorder, resumed)
     with explain_oom(partial(oom_message, rank_info.device, workload)), GpuSampler(recorder, rank_info.device):
         batches = ChunkedBatches(config.model, plan, workload.seed, data, workload.pack, rank_info.device)
@@ -83,8 +86,9 @@ def create_trainer(
     settings = TrainerSettings(
         seed=workload.seed,
         clip=workload.clip,
-        budgets=Budgets(host_gib=workload.host_gib, device_gib=workload.device_gib),
+        budgets=Budgets(host_gib=workload.host_gib, device_gib=workload.device_gib, disk_gib=workload.disk_gib),
         host_slots=prediction.host_slots,
+        disk_path=workload.disk_path,
     )
     return Trainer(model, plan, device, settings, batches, partial(learning_rate, workload=workload))
 
@@ -95,11 +99,13 @@ def load_weights(trainer: Trainer, resumed: ResumePoint | None) -> None:
         trainer.initialise()
         return
     checking, path = CheckpointCheck(resumed.path), resumed.path
+    checking.begin()
     try:
         for bucket in trainer.buckets:
             saved = load(path, bucket)
-            for name, tensor in trainer.bucket_state(bucket).items():
-                tensor.copy_(saved[name])
+            with trainer.edit_state(bucket) as tensors:
+                for name, tensor in tensors.items():
+                    tensor.copy_(saved[name])
         scales = load_scales(path)
     finally:  # a damaged file explains any other error
         if (damage := checking.damage()) is not None:
@@ -144,10 +150,15 @@ def all_buckets(trainer: Trainer) -> Iterator[tuple[int, dict[str, Tensor]]]:
 
 
 def memory_line(trainer: Trainer, workload: OutOfCore) -> str:
-    """Return the memory in use on both sides and their budgets, in one line."""
-    arena = trainer.arena
-    used = {"host": (arena.host_bytes, workload.host_gib), "device": (arena.device_bytes, workload.device_gib)}
-    return "memory: " + ", ".join(f"{side} {size / GIB:.2f} of {budget:g} GiB" for side, (size, budget) in used.items())
+    """Return the memory in use on both sides and on disk, and the budgets, in one line."""
+    used = {
+        "host": (trainer.host_bytes, workload.host_gib),
+        "device": (trainer.arena.device_bytes, workload.device_gib),
+    }
+    if trainer.disk is not None:
+        used["disk"] = trainer.disk.file.size, workload.disk_gib
+    line = "memory: " + ", ".join(f"{side} {size / GIB:.2f} of {budget:g} GiB" for side, (size, budget) in used.items())
+    return line if trainer.disk is None else f"{line} in {trainer.disk.file.folder}, {trainer.disk.file.mode}"
 
 
 def oom_message(device: torch.device, workload: OutOfCore, _error: Exception) -> str:

@@ -1,13 +1,15 @@
 """Profiler of all streams in the requested steps: writes profile/lanes.json, from which pictures and traces are made.
 
-    recorder = StreamRecorder(model, plan, began)
+    recorder = StreamRecorder(model, plan, streams)
     executor.run(program, compute, observer=recorder.observer(step))
     write_timeline(path, recorder.timeline(...))        # once all is done
 
 Times are those of the device's events, recorded on the stream itself: before an entry, when its waits are over, and
-behind it. Under Nsight Systems its capture range is opened and closed around the same steps instead.
+behind it. Transfers of a disk have the host's clock, which is compared with the device's at the end. Under Nsight
+Systems its capture range is opened and closed around the same steps instead.
 """
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +17,17 @@ from typing import NamedTuple
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.errors import LaunchError
-from llmb.offload.cuda_streams import StreamEvent
+from llmb.offload.cuda_streams import HostEvent, StreamEvent, Streams
 from llmb.offload.executor import StreamObserver
 from llmb.offload.trainer import Trainer
 from llmb.perfmodel.hardware import TERA, peak_flops
-from llmb.perfmodel.offload.buffers import buffer_bytes
+from llmb.perfmodel.offload.buffers import buffer_bytes, bytes_on_disk
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.program import Copy
 from llmb.perfmodel.offload.simulator import timeline_event
 from llmb.perfmodel.offload.step_tasks import StepTask
 from llmb.perfmodel.offload.stream_timeline import (
+    DISK_STREAMS,
     MemoryUse,
     StreamName,
     StreamTimeline,
@@ -52,8 +55,7 @@ class StreamProfiler:
         if step not in self._steps:
             return None
         if self._recorder is None:
-            began = self._trainer.streams.record_event("compute")
-            self._recorder = StreamRecorder(self._trainer.model, self._trainer.plan, began)
+            self._recorder = StreamRecorder(self._trainer.model, self._trainer.plan, self._trainer.streams)
         return self._recorder.observer(step)
 
     def after(self, step: int) -> bool:
@@ -66,11 +68,11 @@ class StreamProfiler:
         return bool(self._steps) and step == self._steps[-1]
 
     def _write(self, recorder: "StreamRecorder") -> None:
-        self._trainer.streams.wait()
+        self._trainer.wait()
         peak = peak_flops(self._config.machine.gpu, self._config.precision.dtype)
-        arena = self._trainer.arena
         peak_tflops = None if peak is None else peak / TERA
-        timeline = recorder.timeline(arena.device_bytes, arena.host_bytes, peak_tflops, self._link())
+        used = self._trainer.arena.device_bytes, self._trainer.host_bytes
+        timeline = recorder.timeline(*used, peak_tflops, self._link())
         path = self._folder / "lanes.json"
         try:
             self._folder.mkdir(exist_ok=True)
@@ -96,10 +98,10 @@ class _Entry(NamedTuple):
 
 
 class StreamRecorder:
-    """Entries of all streams, measured from one event on."""
+    """Entries of all streams, measured from the moment when it is created."""
 
-    def __init__(self, model: Model, plan: Plan, began: StreamEvent):
-        self._began = began
+    def __init__(self, model: Model, plan: Plan, streams: Streams):
+        self._streams, self._began = streams, streams.record_event("compute")
         self._sizes = buffer_bytes(model, plan)
         self._durations = TaskDurations(model, plan, NOMINAL_CPU)  # for FLOPs, which depend on no rate
         self._entries: list[_Entry] = []
@@ -117,7 +119,10 @@ class StreamRecorder:
         self, device_bytes: int, host_bytes: int, peak_tflops: float | None, link_gbs: tuple[float, float] | None
     ) -> StreamTimeline:
         """Return the timeline, once all entries are done."""
-        events = tuple(self._event(entry) for entry in self._entries)
+        now = self._streams.record_event("compute")
+        now.wait()
+        began = time.perf_counter() - self._began.elapsed_s(now)  # by the host's clock
+        events = tuple(self._event(entry, began) for entry in self._entries)
         memory = [
             MemoryUse(time=time, device_bytes=device_bytes, host_bytes=host_bytes)
             for time in (0.0, max((event.end for event in events), default=0.0))
@@ -126,9 +131,13 @@ class StreamRecorder:
             source="measured", events=events, memory=tuple(memory), link_gbs=link_gbs, peak_tflops=peak_tflops
         )
 
-    def _event(self, entry: _Entry) -> TimelineEvent:
-        start, end = (self._began.elapsed_s(event) for event in (entry.start, entry.end))
+    def _event(self, entry: _Entry, began: float) -> TimelineEvent:
+        start, end = (
+            event.time - began if isinstance(event, HostEvent) else self._began.elapsed_s(event)
+            for event in (entry.start, entry.end)
+        )
         copy = entry.copy
+        size = 0 if copy is None else self._sizes[copy.key.kind]
         return timeline_event(
             entry.stream,
             entry.task.kind if copy is None else copy.key.kind,
@@ -137,7 +146,7 @@ class StreamRecorder:
             entry.task,
             entry.step,
             self._durations.model.layers,
-            size=0 if copy is None else self._sizes[copy.key.kind],
+            size=bytes_on_disk(size) if entry.stream in DISK_STREAMS else size,
             flops=self._durations.cost(entry.task).flops if copy is None else 0.0,
             key=None if copy is None else copy.key,
         )

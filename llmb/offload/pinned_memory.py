@@ -11,6 +11,7 @@ freed with its last reference; no copy may be in progress then.
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from weakref import finalize
 
 import torch
@@ -23,14 +24,14 @@ TOUCHED_AT_ONCE = 1 << 28  # bytes
 
 
 class HostSlab:
-    """Pinned if the device is a GPU, pageable memory otherwise."""
+    """Pinned if the device is a GPU, pageable memory otherwise; page-aligned, as O_DIRECT needs it."""
 
     def __init__(self, size: int, device: torch.device):
         self.size = size
+        self.memory = torch.empty(0, dtype=torch.uint8) if size == 0 else _large_pages(size)
         if device.type != "cuda" or size == 0:
-            self.memory = torch.empty(size, dtype=torch.uint8)
             return
-        self.memory = _touched(_large_pages(size))
+        _touch(self.memory)
         code = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
         if code:
             raise LaunchError(f"the driver does not pin {size / GIB:.1f} GiB of host memory (CUDA error {code})")
@@ -42,7 +43,8 @@ def _large_pages(size: int) -> Tensor:
         pages = mmap.mmap(-1, size)
     except OSError as error:
         raise LaunchError(f"the host does not give {size / GIB:.1f} GiB of memory: {error.strerror}") from error
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -50,8 +52,7 @@ def _unlock(memory: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def _touched(memory: Tensor) -> Tensor:
+def _touch(memory: Tensor) -> None:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         for _ in threads.map(Tensor.zero_, memory.split(TOUCHED_AT_ONCE)):
             pass
-    return memory

@@ -58,13 +58,19 @@ class ProgramCache:
         """Return the device buffer of a bucket; none: it is on the host."""
         return self.residency.where.get(key)
 
+    @property
+    def on_disk(self) -> set[BufferKey]:
+        """Buckets that live on disk."""
+        return self.residency.on_disk
+
     def host_slot_of(self, key: BufferKey) -> int:
         """Return the host slot of a bucket."""
         return self.residency.host_slots[key]
 
     def with_state(self) -> None:
         """Mark optimizer state as existing from the start, as when a run is resumed."""
-        self.residency.on_host |= {key for key in self.residency.host_slots if key.kind == "state"}
+        at_home = {*self.residency.host_slots, *self.residency.on_disk}
+        self.residency.on_host |= {key for key in at_home if key.kind == "state"}
 
 
 def _tasks(model: Model, plan: Plan, request: StepRequest) -> list[StepTask]:

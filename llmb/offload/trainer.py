@@ -9,25 +9,31 @@ With updates in the next step's forward pass the last gradients are pending when
 them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from llmb.config.native.outofcore_support import disk_misfit
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
+from llmb.errors import ConfigError
 from llmb.offload.arena import UNLIMITED, Arena, Budgets
 from llmb.offload.bucket_params import init_bucket_weights
 from llmb.offload.buffer_views import offload_dtypes
 from llmb.offload.chunked_batches import ChunkedBatches
 from llmb.offload.cuda_streams import StreamEvent, Streams, create_streams
+from llmb.offload.disk_tier import DiskTier
 from llmb.offload.executor import Compute, Executor, StreamObserver
 from llmb.offload.pinned_memory import HostSlab
 from llmb.offload.step_programs import ProgramCache, StepRequest
 from llmb.offload.task_compute import AdamStep, StepStats, TaskRunner
 from llmb.perfmodel.offload.buffers import BufferKey, ParamBuckets
+from llmb.perfmodel.offload.plan_memory import disk_bytes
 from llmb.perfmodel.offload.program import Operation, Program
 from llmb.perfmodel.offload.step_tasks import StepStart
 
@@ -42,6 +48,7 @@ class TrainerSettings:
     clip: float | None = None  # maximum gradient norm; none: no clipping
     budgets: Budgets = UNLIMITED
     host_slots: dict[str, int]  # for gradients and activations, by kind
+    disk_path: str | None = None  # folder for the buckets that live on disk
 
 
 @dataclass(frozen=True)
@@ -79,21 +86,23 @@ class Trainer:
         """`lr(number)`: learning rate of an update; these are counted from 1 as steps are."""
         self.model, self.plan, self.batches, self.lr, self.seed = model, plan, batches, lr, settings.seed
         self.programs, self.dtypes = ProgramCache(model, plan), offload_dtypes(plan)
+        folder = _disk_folder(model, plan, settings.disk_path)  # before memory is pinned, which takes long
         self.arena = Arena(model, plan, device, settings.host_slots, settings.budgets, host_slab)
+        self.disk = None if folder is None else DiskTier(folder, self.programs.on_disk, self.arena.sizes, device)
         self.streams = create_streams(device) if streams is None else streams
-        self.executor = Executor(self.arena, self.streams)
+        self.executor = Executor(self.arena, self.streams, self.disk)
         self.stats = StepStats(device, settings.clip)
         self.runner = TaskRunner(model, plan, self.arena, self.stats, batches.rope_rows, settings.seed)
         self.start = StepStart(updates=0, pending=False)
 
     def initialise(self) -> None:
         """Initialise the weights as ordinary training does."""
-        init_bucket_weights(self.model, self.seed, self.weights_of, self.arena.scratch)
+        init_bucket_weights(self.model, self.seed, self.edit_weights, self.arena.scratch)
 
     def resume(self, updates: int, scales: Mapping[str, Tensor] | None = None) -> None:
         """Continue after so many updates, with the fp8 `scales` of then; if none are given they are measured anew.
 
-        Weights and optimizer state are set by the caller, through `bucket_bytes`.
+        Weights and optimizer state are set by the caller, through `edit_state`.
         """
         self.programs.with_state()
         if self.runner.fp8 is not None and scales is not None:
@@ -125,24 +134,51 @@ class Trainer:
             program = self.programs.next(request, self._request(start_after, followed_by))
             self.executor.run(program, self.runner.bind((), self._update))
             self.start = start_after
-        self.streams.wait()
+        self.wait()
 
-    def bucket_bytes(self, key: BufferKey) -> Tensor:
-        """Return a bucket's weights or state as bytes, where they are now; the device must be idle."""
-        buffer = self.programs.buffer_of(key)
-        if buffer is not None:
-            return self.arena.buffer(key.kind, buffer)
-        return self.arena.host_slot(key.kind, self.programs.host_slot_of(key))
+    def wait(self) -> None:
+        """Wait for everything that was issued."""
+        self.streams.wait()
+        if self.disk is not None:
+            self.disk.wait()
 
     def weights_of(self, bucket: int) -> Tensor:
-        """Return a bucket's weights as elements, where they are now; the device must be idle."""
-        return self.dtypes.weights(self.bucket_bytes(BufferKey("param", bucket)))
+        """Return a bucket's weights as elements, where they are now, or read from disk; the device must be idle."""
+        with self.edit_weights(bucket, write=False) as weights:
+            return weights
 
     def bucket_state(self, bucket: int) -> dict[str, Tensor]:
-        """Return a bucket's weights and optimizer state as elements, where they are now; the device must be idle."""
-        state = self.dtypes.state(self.bucket_bytes(BufferKey("state", bucket)))
-        tensors = {"param": self.weights_of(bucket), "low": state.low, "m": state.m, "v": state.v}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        """Return a bucket's weights and optimizer state as elements, likewise."""
+        with self.edit_state(bucket, write=False) as tensors:
+            return tensors
+
+    @contextmanager
+    def edit_weights(self, bucket: int, write: bool = True) -> Iterator[Tensor]:
+        """Yield a bucket's weights as `weights_of` does; changes are written back, to the disk too."""
+        with self._bytes(BufferKey("param", bucket), write) as weights:
+            yield self.dtypes.weights(weights)
+
+    @contextmanager
+    def edit_state(self, bucket: int, write: bool = True) -> Iterator[dict[str, Tensor]]:
+        """Yield a bucket's weights and optimizer state as `bucket_state` does; changes are written back."""
+        with self.edit_weights(bucket, write) as weights, self._bytes(BufferKey("state", bucket), write) as data:
+            state = self.dtypes.state(data)
+            tensors = {"param": weights, "low": state.low, "m": state.m, "v": state.v}
+            yield {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    @contextmanager
+    def _bytes(self, key: BufferKey, write: bool) -> Iterator[Tensor]:
+        """Yield a bucket's weights or state as bytes; what was read from disk is written back."""
+        buffer = self.programs.buffer_of(key)
+        if buffer is not None:
+            yield self.arena.buffer(key.kind, buffer)
+        elif self.disk is None or key not in self.disk:
+            yield self.arena.host_slot(key.kind, self.programs.host_slot_of(key))
+        else:
+            memory = self.disk.load(key)
+            yield memory[: self.arena.sizes[key.kind]]
+            if write:
+                self.disk.store(key, memory)
 
     @property
     def scales(self) -> dict[str, Tensor] | None:
@@ -152,6 +188,11 @@ class Trainer:
     @property
     def buckets(self) -> range:
         return range(ParamBuckets(self.model).count)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory, staging buffers included."""
+        return self.arena.host_bytes + (0 if self.disk is None else self.disk.staging_bytes)
 
     @property
     def _update(self) -> AdamStep:
@@ -180,3 +221,13 @@ class Trainer:
                 self.stats.finish(num_labels, out)
 
         return compute_with_stats
+
+
+def _disk_folder(model: Model, plan: Plan, disk_path: str | None) -> Path | None:
+    """Return the folder of a plan's buckets on disk, if it has any; refused where they cannot be there."""
+    if not plan.uses_disk:
+        return None
+    line = disk_misfit(disk_path, sum(disk_bytes(model, plan).values()))
+    if line is not None or disk_path is None:
+        raise ConfigError(line)
+    return Path(disk_path)

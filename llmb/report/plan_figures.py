@@ -12,7 +12,7 @@ from llmb.config.spec import OutOfCore, Prediction, RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.offload.buffers import ParamBuckets, buffer_bytes
-from llmb.perfmodel.offload.plan_memory import host_slot_counts
+from llmb.perfmodel.offload.plan_memory import disk_buckets, host_slot_counts
 
 BUSY = 0.97  # fraction of the time, from which on a stream bounds the others
 JSON_NAMES = {"host_slots": "at_home", "buffer_bytes": "piece_bytes"}  # fields that the JSON calls otherwise
@@ -46,6 +46,7 @@ class BufferPlacement:
     resident: int | None  # permanently on the device; null: not applicable to this kind
     passing: int  # device buffers for the others
     host_slots: int
+    on_disk: int
     buffer_bytes: int
 
 
@@ -61,6 +62,7 @@ class PlanFigures:
     seqlen: int
     host_gib: float
     device_gib: float
+    disk_gib: float  # 0: no disk
     layout: StepLayout
     last_chunk_tokens: int  # of a sequence or group; fewer than a chunk has where it does not divide
     param_buckets: int  # layers and vocabulary shards
@@ -76,9 +78,14 @@ class PlanFigures:
     outbound_share: float | None
     inbound_gb: float  # a step, in 1e9 bytes
     outbound_gb: float
+    disk_read_share: float | None
+    disk_write_share: float | None
+    disk_read_gb: float
+    disk_write_gb: float
     bound: str | None  # what bounds it, in a sentence
     device_bytes: dict[str, int]  # by kind
     host_bytes: dict[str, int]
+    disk_bytes: dict[str, int]
     rates: dict[str, Any]
     published: dict[str, Any] | None  # another's plan of the same configuration, by the names of StepLayout
 
@@ -106,6 +113,7 @@ def plan_figures(config: RunConfig) -> PlanFigures:
         seqlen=plan.seqlen,
         host_gib=work.host_gib,
         device_gib=work.device_gib,
+        disk_gib=work.disk_gib,
         layout=step_layout(plan, prediction),
         last_chunk_tokens=plan.group_tokens - (plan.chunks_per_group - 1) * plan.chunk_tokens,
         param_buckets=ParamBuckets(config.model).count,
@@ -121,9 +129,14 @@ def plan_figures(config: RunConfig) -> PlanFigures:
         outbound_share=_fraction(prediction.outbound_s, prediction.step_s),
         inbound_gb=prediction.inbound_bytes / hardware.GB,
         outbound_gb=prediction.outbound_bytes / hardware.GB,
+        disk_read_share=_fraction(prediction.disk_read_s, prediction.step_s),
+        disk_write_share=_fraction(prediction.disk_write_s, prediction.step_s),
+        disk_read_gb=prediction.disk_read_bytes / hardware.GB,
+        disk_write_gb=prediction.disk_write_bytes / hardware.GB,
         bound=_bound(prediction, recomputed),
         device_bytes=prediction.device_bytes,
         host_bytes=prediction.host_bytes,
+        disk_bytes=prediction.disk_bytes,
         rates=prediction.rates,
         published=config.reference.plan if config.reference else None,
     )
@@ -166,7 +179,12 @@ def _placements(config: RunConfig, plan: Plan, prediction: Prediction) -> tuple[
     )
     return tuple(
         BufferPlacement(
-            kind=kind, resident=resident, passing=passing, host_slots=host_slots[kind], buffer_bytes=sizes[kind]
+            kind=kind,
+            resident=resident,
+            passing=passing,
+            host_slots=host_slots[kind],
+            on_disk=disk_buckets(plan).get(kind, 0),
+            buffer_bytes=sizes[kind],
         )
         for kind, resident, passing in kinds
     )
@@ -187,12 +205,18 @@ def _bound(prediction: Prediction, recomputed: float) -> str | None:
         return None
     recompute = f", {_percent(recomputed)} of it to recompute activations" if recomputed >= 0.005 else ""
     link = f"the link is busy {_percent(inbound)} of it inbound and {_percent(outbound)} outbound"
+    read, written = (
+        _fraction(seconds, prediction.step_s) or 0.0 for seconds in (prediction.disk_read_s, prediction.disk_write_s)
+    )
+    link += f", the disk {_percent(read)} reading and {_percent(written)} writing" if prediction.disk_bytes else ""
     if compute >= BUSY:
         return f"compute-bound: the device computes {_percent(compute)} of the time{recompute}; {link}"
     waits = f"the device waits {_percent(1 - compute)} of the time"
     if max(inbound, outbound) >= BUSY:
         direction, fraction = ("to", inbound) if inbound >= outbound else ("from", outbound)
         return f"link-bound: {waits}, while copies {direction} the device take {_percent(fraction)} of it"
+    if max(read, written) >= BUSY:
+        return f"disk-bound: {waits}, while {link}"
     return f"latency-bound: {waits} for copies that cannot begin sooner, though {link}"
 
 

@@ -38,6 +38,7 @@ KINDS = {
     "workspace": "workspace",
     "inputs": "tokens and RoPE table",
     "context": "CUDA context",
+    "staging": "staging buffers of the disk",
 }
 RATES = {
     "matmul_tflops": ("gemms", "TFLOP/s"),
@@ -52,12 +53,18 @@ RATES = {
     "link_out_gbs": ("link, device to host", "GB/s"),
     "link_both_gbs": ("link, per direction when both are busy", "GB/s"),
 }
+DISK_RATES = {
+    "disk_read_gbs": ("disk, read", "GB/s"),
+    "disk_write_gbs": ("disk, written", "GB/s"),
+    "disk_both_gbs": ("disk, per direction when both are busy", "GB/s"),
+}
 
 
 def describe_plan(figures: PlanFigures) -> str:
     """Return the text that `llmb-run plan` prints."""
     gpu = hardware.gpu(figures.gpu)
     budgets = f"{figures.host_gib:g} GiB of host and {figures.device_gib:g} GiB of device memory"
+    budgets += f", and {figures.disk_gib:g} GiB of disk" if figures.disk_gib else ""
     title = f"{figures.model} in {figures.dtype}, sequences of {figures.seqlen:,} tokens, on {gpu.title} with {budgets}"
     parts = [title, _layout(figures), _placements(figures), _memory(figures), _prediction(figures)]
     if figures.bound is not None:
@@ -67,7 +74,8 @@ def describe_plan(figures: PlanFigures) -> str:
 
 def describe_rates(rates: dict[str, Any]) -> str:
     """Return the table of sustained rates, with their source."""
-    rows = [(RATES[name][0], value, RATES[name][1]) for name, value in rates.items() if name in RATES]
+    labels = RATES | {name: label for name, label in DISK_RATES.items() if rates.get(name) is not None}
+    rows = [(labels[name][0], value, labels[name][1]) for name, value in rates.items() if name in labels]
     return render(("rates", "value", "unit"), rows) + f"\n({rates['source']})"
 
 
@@ -100,23 +108,27 @@ def _layout(figures: PlanFigures) -> str:
 
 
 def _placements(figures: PlanFigures) -> str:
-    header = ("buffers", "resident on device", "other device buffers", "host slots", "MiB each")
+    disk = ("on disk",) if figures.disk_gib else ()
+    header = ("buffers", "resident on device", "other device buffers", "host slots", *disk, "MiB each")
     rows = [
-        (KINDS[p.kind], p.resident, p.passing, p.host_slots, number(p.buffer_bytes / MIB)) for p in figures.placements
+        (KINDS[p.kind], p.resident, p.passing, p.host_slots, *(p.on_disk for _ in disk), number(p.buffer_bytes / MIB))
+        for p in figures.placements
     ]
     return render(header, rows)
 
 
 def _memory(figures: PlanFigures) -> str:
-    device, host = figures.device_bytes, figures.host_bytes
-    rows: list[tuple[str, Any, Any]] = [
-        (label, _gib(device.get(kind)), _gib(host.get(kind)))
+    tiers = {"device": (figures.device_bytes, figures.device_gib), "host": (figures.host_bytes, figures.host_gib)}
+    if figures.disk_gib:
+        tiers["disk"] = figures.disk_bytes, figures.disk_gib
+    rows: list[tuple[Any, ...]] = [
+        (label, *(_gib(usage.get(kind)) for usage, _ in tiers.values()))
         for kind, label in KINDS.items()
-        if device.get(kind) or host.get(kind)
+        if any(usage.get(kind) for usage, _ in tiers.values())
     ]
-    rows.append(("peak", _gib(sum(device.values())), _gib(sum(host.values()))))
-    rows.append(("budget", number(figures.device_gib), number(figures.host_gib)))
-    return render(("memory", "device GiB", "host GiB"), rows)
+    rows.append(("peak", *(_gib(sum(usage.values())) for usage, _ in tiers.values())))
+    rows.append(("budget", *(number(budget) for _, budget in tiers.values())))
+    return render(("memory", *(f"{tier} GiB" for tier in tiers)), rows)
 
 
 def _gib(size: int | None) -> str | None:
@@ -128,7 +140,7 @@ def _prediction(figures: PlanFigures) -> str:
 
 
 def _prediction_rows(figures: PlanFigures) -> Iterator[tuple[str, str | None, str, str]]:
-    unknown = "not known: `llmb-run probe` measures this machine" if figures.step_s is None else ""
+    unknown = f"not known: {_remedy(figures)}" if figures.step_s is None else ""
     yield "step time", _number(figures.step_s), "s", unknown or "predicted"
     yield "throughput", _number(figures.tokens_per_s), "tokens/s", ""
     yield "compute", _number(figures.tflops), "TFLOP/s", "model FLOPs, without recomputation"
@@ -139,9 +151,19 @@ def _prediction_rows(figures: PlanFigures) -> Iterator[tuple[str, str | None, st
     for direction, size, fraction in (
         ("link, host to device", figures.inbound_gb, figures.inbound_share),
         ("link, device to host", figures.outbound_gb, figures.outbound_share),
+        ("disk, read", figures.disk_read_gb, figures.disk_read_share),
+        ("disk, written", figures.disk_write_gb, figures.disk_write_share),
     ):
+        if direction.startswith("disk") and not figures.disk_bytes:
+            continue
         busy = "per step" if fraction is None else f"per step; busy {100 * fraction:.1f} % of the time"
         yield direction, number(size), "GB", busy
+
+
+def _remedy(figures: PlanFigures) -> str:
+    if figures.disk_bytes and figures.rates.get("disk_read_gbs") is None:
+        return "`llmb-run probe --disk-path FOLDER` measures the disk, --set disk_gbs=7 states its GB/s"
+    return "`llmb-run probe` measures this machine"
 
 
 def _number(value: float | None) -> str | None:

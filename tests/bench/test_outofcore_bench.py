@@ -114,6 +114,25 @@ def test_unknown_names_are_one_line():
 
 
 @pytest.mark.nightly
+def test_disk_program_runs_on_any_machine(tmp_path):
+    done = subprocess.run(
+        [sys.executable, BENCH / "outofcore_disk.py", "--tiny", "--disk-path", tmp_path, "--json", tmp_path / "json"],
+        capture_output=True, text=True, cwd=BENCH.parent, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "losses: the same in all rows, bit for bit" in done.stdout
+    actual = json.loads((tmp_path / "json").read_text())
+    on_disk = [(row["plan"]["disk_params"], row["plan"]["disk_states"]) for row in actual["rows"]]
+    assert on_disk[0] == (0, 0)
+    assert on_disk[1][0] == 0 < on_disk[1][1]
+    assert on_disk[2][0] > 0
+    for row in actual["rows"][1:]:
+        assert row["read_bytes"] > 0
+        assert row["host_bytes"] <= row["row"]["host_gib"] * GIB
+        assert row["ratio_of_ceiling"] > 0
+
+
+@pytest.mark.nightly
 def test_outofcore_program_runs_on_any_machine(tmp_path):
     done = subprocess.run(
         [sys.executable, BENCH / "outofcore_gpu.py", "--tiny", "--json", tmp_path / "results.json", "--profile"],

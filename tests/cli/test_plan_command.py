@@ -126,6 +126,17 @@ def test_plan_beyond_this_machine_is_a_warning(llmb_run, monkeypatch):
     assert err.endswith("lower --host-gb or --device-gb\n")
 
 
+def test_a_disk_is_shown_and_its_missing_folder_is_a_warning(llmb_run, tmp_path):
+    small = [*PROXY, "--host-gb", "0.035", "--set", "disk_gib=1"]
+    code, out, err = llmb_run(*small)
+    assert code == 0
+    assert err == "warning: the plan keeps 0.03 GiB on disk; name a folder there: --set disk_path=FOLDER\n"
+    for text in ("1 GiB of disk", "on disk", "disk GiB", "staging buffers of the disk", "disk, read", "disk, written"):
+        assert text in out
+    assert llmb_run(*small, "--set", f"disk_path={tmp_path}")[2] == ""
+    assert "disk" not in llmb_run(*PROXY)[1]
+
+
 NOTHING_RESIDENT = [w for kind in ("params", "grads", "states") for w in ("--set", f"resident_{kind}=0")]
 WRONG = [
     ([*DOCUMENT, "--host-gb", "0"], "host_gib (--host-gb): 0.0 is out of range; it must be more than 0"),

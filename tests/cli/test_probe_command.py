@@ -18,7 +18,7 @@ PLAN = ["plan", "-w", "outofcore_llama3", "-s", "8b", "--gpu-type", "h200", "--h
 
 @pytest.mark.slow
 def test_probe_measures_stores_and_prints_the_rates_of_plans(llmb_run, tmp_path):
-    code, out, err = llmb_run(*CPU)
+    code, out, err = llmb_run(*CPU, "--disk-path", str(tmp_path))
     assert code == 0, err
     path = rates_path(tmp_path / "llmb", "cpu")
     assert f"stored in {path}" in out
@@ -32,8 +32,8 @@ def test_probe_measures_stores_and_prints_the_rates_of_plans(llmb_run, tmp_path)
     progress = [line.split(":")[0].strip() for line in err.splitlines()]
     assert progress[1:] == [
         "matmul", "attention forward", "past attention forward", "attention backward", "past attention backward",
-        "memory", "link in", "link out", "link both", "gemms of the model, fp32", "gemms of the model, bf16", "launch",
-        "host memory",
+        "memory", "link in", "link out", "link both", "disk read", "disk write", "disk both",
+        "gemms of the model, fp32", "gemms of the model, bf16", "launch", "host memory",
     ]  # fmt: skip
     stored = stored_probe("cpu", tmp_path / "llmb")
     assert stored == read_probe(machine_path(tmp_path / "llmb", "cpu", socket.gethostname()))
@@ -53,7 +53,7 @@ def test_json_output_equals_the_stored_file(llmb_run, monkeypatch, tmp_path):
     }  # fmt: skip
     shapes_of = {}
 
-    def run_probe(device, on_progress, shapes):
+    def run_probe(device, on_progress, shapes, disk_path):
         shapes_of[device] = shapes
         return dict(measured)
 

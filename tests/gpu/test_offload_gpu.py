@@ -163,6 +163,15 @@ def losses_of(model: Model, dtype: str, update: str, clip: float | None = None) 
     return trained(trainer_of(model, plan, clip, device=GPU, initial=True, rate=lambda _: 1e-4), 3)[0]
 
 
+@pytest.mark.parametrize("plan", ["everything moves", "several groups per round"])
+def test_buckets_on_disk_change_no_bit(plan: str, tmp_path: Path) -> None:
+    usual = trainer_of(UNTIED, PLANS[plan], device=GPU)
+    trainer = trainer_of(UNTIED, replace(PLANS[plan], disk_params=7, disk_states=7), device=GPU, disk_path=tmp_path)
+    assert trained(trainer, 4) == trained(usual, 4)
+    expected = weights_in(usual)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_in(trainer).items())
+
+
 @pytest.mark.parametrize("update", UPDATES)
 def test_bf16_of_1b_follows_fp32(update: str) -> None:
     fp32 = losses_of(ONE_B, "fp32", "master", clip=1.0)

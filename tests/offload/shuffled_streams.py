@@ -1,8 +1,12 @@
-"""Streams that execute their entries as late and in as odd an order as the declared waits allow."""
+"""Streams that execute their entries as late and in as odd an order as the declared waits allow.
+
+Threads of a disk tier wait for events too, and run entries meanwhile: one thread at a time.
+"""
 
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
+from threading import RLock
 
 from llmb.offload.cuda_streams import HostEvent
 from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
@@ -19,15 +23,16 @@ class ShuffledEvent(HostEvent):
         return self.streams.done[self.stream] >= self.entries
 
     def wait(self) -> None:
-        while not self.is_done():
-            self.streams.run_one()
+        with self.streams.lock:
+            while not self.is_done():
+                self.streams.run_one()
 
 
 class ShuffledStreams:
     """Streams that respect only their own order and the waits."""
 
     def __init__(self, seed: int):
-        self.random = random.Random(seed)
+        self.random, self.lock = random.Random(seed), RLock()
         self.queues: dict[StreamName, deque] = {stream: deque() for stream in STREAMS}
         self.issued = dict.fromkeys(STREAMS, 0)
         self.done = dict.fromkeys(STREAMS, 0)
@@ -39,17 +44,20 @@ class ShuffledStreams:
         self.base = dict(self.issued)
 
     def enter(self, stream: StreamName, action: Callable[[], None], waits: Mapping[StreamName, int]) -> None:
-        self.queues[stream].append((action, {awaited: self.base[awaited] + entry for awaited, entry in waits.items()}))
-        self.issued[stream] += 1
-        while sum(map(len, self.queues.values())) > 60:
-            self.run_one()
+        base, entries = self.base, waits.items()
+        with self.lock:
+            self.queues[stream].append((action, {awaited: base[awaited] + entry for awaited, entry in entries}))
+            self.issued[stream] += 1
+            while sum(map(len, self.queues.values())) > 60:
+                self.run_one()
 
     def record_event(self, stream: StreamName) -> ShuffledEvent:
         return ShuffledEvent(self, stream)
 
     def wait(self) -> None:
-        while any(self.queues.values()):
-            self.run_one()
+        with self.lock:
+            while any(self.queues.values()):
+                self.run_one()
 
     def run_one(self) -> None:
         """Run one entry that is ready; of the same stream for a while, so that it gets as far as it can."""

@@ -19,6 +19,9 @@ from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
 from llmb.offload.__main__ import run
 from llmb.perfmodel.offload.stream_timeline import read_timeline
+from llmb.report.timeline.svg_picture import picture
+from llmb.report.timeline.tracks import Timeline
+from llmb.report.timeline.views import views
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.nvml_gpu import NvmlGpu
 from llmb.runtime.recorder import EventRecorder
@@ -91,6 +94,29 @@ def test_profiled_run_writes_its_timeline(tmp_path: Path) -> None:
     assert all(event.flops > 0 for event in streams.events if event.name in ("forward", "backward", "head"))
 
 
+def test_run_with_a_disk_says_so_and_its_timeline_has_two_more_streams(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = run_in(tmp_path / "memory", CONFIG)
+    plan = replace(PLAN, disk_states=4, disk_params=2)
+    work = with_work(plan=plan, disk_gib=0.1, disk_path=str(tmp_path))
+    monkeypatch.setattr("llmb.offload.offload_loop.buffered_line", lambda folder: f"{folder} is slow")
+    window = Profile(profile=True, profile_start=3, profile_stop=4)
+    events, code = run_in(tmp_path / "disk", replace(work, profile=window))
+    assert code == 0
+    assert losses(events) == losses(expected)
+    assert events[0].fallbacks[-1] == f"{tmp_path} is slow"
+    assert f"disk 0.00 of 0.1 GiB in {tmp_path}, " in capsys.readouterr().out
+    timeline = read_timeline(tmp_path / "disk" / "profile" / "lanes.json")
+    for stream in ("disk_read", "disk_write"):
+        transfers = [event for event in timeline.events if event.stream == stream]
+        assert {event.name for event in transfers} == {"param", "state"}
+        assert all(event.bytes > 0 and event.end > event.start > -0.01 for event in transfers)
+    page = "".join(picture(Timeline.of(timeline), view).svg for view in views(Timeline.of(timeline)))
+    assert "Disk reads" in page
+    assert "GB/s to disk" in page
+
+
 MIXTURE = qwen3_moe_model(name="mixture")
 ROOMY = {"resident_params": 3, "resident_states": 7, "state_blocks": 0, "inp_slots": 9}
 
@@ -159,8 +185,10 @@ REFUSED = {
     "clip=1.0 needs a plan that updates in the next forward pass": with_work(plan=replace(PLAN, update_at="backward")),
     "but its plan is for fp32": replace(CONFIG, precision=Precision(dtype="bf16")),
     "does not compute gated=False of tied": replace(CONFIG, model=replace(TIED, gated=False)),
-    "level F in workload.plan.levels of tied": replace(CONFIG, model=replace(TIED, activation="gelu")),
+    "level F in workload.plan.levels of tied": replace(CONFIG, model=replace(TIED, pre_norms=False, post_norms=True)),
     "more than host_gib=0.0001": with_work(host_gib=1e-4),
+    "more than disk_gib=0": with_work(plan=replace(PLAN, disk_states=1), disk_path="."),
+    "name a folder there": with_work(plan=replace(PLAN, disk_states=1), disk_gib=1.0),
     "more than device_gib=0.0001": with_work(device_gib=1e-4),
     "has 3 letters, not 3 layers * 4 chunks": with_work(plan=replace(PLAN, levels="FAI")),
     "fewer than one computation needs": with_work(plan=replace(PLAN, param_blocks=1)),

@@ -79,9 +79,39 @@ def test_too_small_budget_is_one_line_with_the_minimum():
         best_plan(SHORT, replace(LESS, host_gib=needed - 2), H200)
 
 
+NOTHING_RESIDENT = replace(
+    CONSTRAINTS, seqlen=64, device_gib=1.2 * MIB, gbs=2, chunk_tokens=64, seqs_per_round=1, resident_params=0,
+    resident_grads=0, resident_states=0,
+)  # fmt: skip
+
+
+def test_a_disk_takes_what_the_host_cannot_hold_state_before_weights():
+    model = replace(TINY, layers=16)
+
+    def placed(host_mib, disk_gib=1.0):
+        constraints = replace(NOTHING_RESIDENT, host_gib=host_mib * MIB, disk_gib=disk_gib)
+        result = best_plan(model, constraints, NOMINAL_CPU)
+        assert sum(result.host_bytes.values()) <= constraints.host_gib * GIB
+        assert sum(result.disk_bytes.values()) <= disk_gib * GIB
+        assert (result.simulation.disk_read_bytes > 0) == result.plan.uses_disk
+        return result
+
+    assert placed(2) == placed(2, disk_gib=0.0)  # not even if it would be faster
+    states = placed(1.2).plan
+    assert (states.disk_params, 0 < states.disk_states < 20) == (0, True)
+    both = placed(0.8)
+    assert (both.plan.disk_params > 0, both.plan.disk_states) == (True, 20)
+    assert "staging" in both.host_bytes
+    with pytest.raises(ConfigError) as error:
+        placed(0.8, disk_gib=0.5 * MIB)
+    assert "GiB of device memory and 0.000488281 GiB of disk: " in str(error.value)
+    assert str(error.value).endswith("with both as they are it needs 1 GiB on disk")
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        ({"disk_gib": -1}, "disk_gib must be 0 GiB or more, got -1"),
         ({"host_gib": 0}, "host_gib must be more than 0 GiB, got 0"),
         ({"device_gib": -1}, "device_gib must be more than 0 GiB, got -1"),
         ({"gbs": 0}, "gbs must be 1 or more, got 0"),
@@ -98,11 +128,12 @@ def test_bad_constraints_are_refused_in_one_line(changed, words):
 @given(
     seqlen=st.integers(5, 200), host=st.floats(0.3, 4), device=st.floats(0.2, 3), gbs=st.integers(1, 5),
     chunk=st.sampled_from([None, 16, 50]), update=st.sampled_from(["master", "stochastic", "nearest"]),
+    disk=st.sampled_from([0, 9]),
 )  # fmt: skip
-def test_a_plan_is_within_its_budgets(seqlen, host, device, gbs, chunk, update):
+def test_a_plan_is_within_its_budgets(seqlen, host, device, gbs, chunk, update, disk):
     if chunk is not None and seqlen < chunk:
         chunk = chunk // seqlen * seqlen
-    budgets = {"host_gib": host * MIB, "device_gib": device * MIB}
+    budgets = {"host_gib": host * MIB, "device_gib": device * MIB, "disk_gib": disk * MIB}
     constraints = replace(CONSTRAINTS, seqlen=seqlen, **budgets, gbs=gbs, chunk_tokens=chunk, update=update)
     try:
         result = best_plan(TINY, constraints, NOMINAL_CPU)
@@ -110,6 +141,7 @@ def test_a_plan_is_within_its_budgets(seqlen, host, device, gbs, chunk, update):
         return
     assert sum(result.host_bytes.values()) <= constraints.host_gib * GIB
     assert sum(result.device_bytes.values()) <= constraints.device_gib * GIB
+    assert sum(result.disk_bytes.values()) <= constraints.disk_gib * GIB
     assert result.plan.gbs == gbs
 
 

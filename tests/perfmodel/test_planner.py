@@ -68,6 +68,23 @@ def test_nothing_is_predicted_from_nominal_rates(recipes):
     assert work.prediction.hardware_flops > 0
 
 
+def test_a_stated_disk_is_predicted_and_an_unknown_one_is_not(recipes):
+    def h200(**overrides):
+        settings = {"seqlen": 8192, "host_gib": 7, "device_gib": 24, "disk_gib": 64, "gbs": 1, "chunk_tokens": 8192}
+        settings |= {f"resident_{kind}": 0 for kind in ("params", "grads", "states")} | {"full_saves": 0} | overrides
+        settings |= {"activation_slots": 0, "attention_saves": 0, "model.layers": 4}
+        listed = tuple(Setting(field=name, value=str(value), source="--set") for name, value in settings.items())
+        request = RunRequest(size="8b", dtype="bf16", gpus=1, gpu="h200", settings=listed)
+        return resolve(recipes["outofcore_llama3"], request).workload
+
+    fast, slow, unknown = h200(disk_gbs=7), h200(disk_gbs=0.5), h200()
+    assert fast.plan.disk_states == slow.plan.disk_states > 0
+    assert fast.prediction.step_s < slow.prediction.step_s
+    assert fast.prediction.rates["source"].endswith("a disk of 7 GB/s as stated")
+    assert unknown.prediction.step_s is unknown.prediction.disk_read_s is None
+    assert unknown.prediction.disk_read_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -75,7 +92,9 @@ def test_nothing_is_predicted_from_nominal_rates(recipes):
         ({"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps=5: must be more than lr_warmup_steps=5"),
         ({"model.rope": "none"}, "out-of-core training does not compute rope=None"),
         ({"model.gated": "false"}, "out-of-core training does not compute gated=False"),
-        ({"model.post_norms": "true", "full_saves": 1}, "full_saves has no effect on"),
+        ({"model.o_bias": "true", "full_saves": 1}, "full_saves has no effect on"),
+        ({"disk_path": "/tmp"}, "disk_path has no effect without a disk; also set disk_gib"),
+        ({"disk_gib": 1, "disk_gbs": 0}, "disk_gbs (--set): 0.0 is out of range; it must be more than 0"),
         ({"pack": "true"}, "pack has no effect on synthetic tokens"),
         ({"activation_slots": -1}, "activation_slots (--set): -1 is out of range; it must be at least 0"),
     ],

@@ -14,6 +14,7 @@ EXAMPLES = (
     "llmb-run probe -w pretrain_llama3.1 -s 70b   # the same of a workload",
     "llmb-run probe --ranks 4                     # collectives among 4 processes, one per GPU; gloo on a CPU",
     "llmb-run probe --slurm --nodelist n[1-2]     # only collectives, among all GPUs of these nodes",
+    "llmb-run probe --disk-path /nvme/scratch     # its disk too, for out-of-core runs with a disk tier",
     "llmb-run probe --gpu-type cpu                # the CPU of a machine that has a GPU",
     "",
     "takes less than two minutes on a GPU; stop other work on the machine meanwhile",
@@ -32,6 +33,7 @@ def add_commands(commands: Any) -> None:
     add("--ranks", type=int, metavar="N", help="processes for collectives; default: one per GPU, none on a CPU")
     add("--slurm", action="store_true", help="measure collectives over Slurm instead, among all GPUs of several nodes")
     add("--nodelist", metavar="NODES", help="with --slurm: these nodes; default: those of this allocation, or all idle")
+    add("--disk-path", metavar="FOLDER", help="measure the disk of this folder too, with a file that is removed")
     add("--gpu-type", metavar="GPU", help="what is measured; default: what this machine has")
     add("--json", action="store_true", help="the rates as JSON, and `details` with spreads, as they are stored")
 
@@ -44,6 +46,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--ranks: expected a number of processes, 1 or more")
     if options.nodelist and not options.slurm:
         raise ConfigError("--nodelist names nodes of Slurm; add --slurm")
+    if options.disk_path and options.slurm:
+        raise ConfigError("--slurm measures only collectives; leave out --disk-path")
+    if options.disk_path and not (os.path.isdir(options.disk_path) and os.access(options.disk_path, os.W_OK)):
+        raise ConfigError(f"--disk-path {options.disk_path} is no folder that can be written; name one on the disk")
     return _run_on_nodes(options) if options.slurm else _run_here(options)
 
 
@@ -67,7 +73,7 @@ def _run_here(options: argparse.Namespace) -> int:
     make_folder(paths[0].parent)  # fail before measuring
     _say(f"measuring {name}, in less than {'a minute' if gpu == 'cpu' else 'two minutes'}")
     device = "cpu" if gpu == "cpu" else "cuda"
-    measured = run_probe(device, _say_progress, model_gemms(shape, on_cpu=gpu == "cpu"))
+    measured = run_probe(device, _say_progress, model_gemms(shape, on_cpu=gpu == "cpu"), options.disk_path)
     details = {**measured.pop(DETAILS, {}), **facts}
     ranks = options.ranks or (1 if gpu == "cpu" else len(gpu_names()))
     if ranks > 1:

@@ -1,5 +1,7 @@
 """Configurations that the out-of-core engine supports: it refuses settings that it would ignore."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,20 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
         raise ConfigError(f"the out-of-core engine does not run {'; nor '.join(messages)}")
     check_fp8_recipe(precision.fp8_recipe, workload.kind, precision.dtype)
     check_lr_steps(workload.lr_warmup_steps, workload.lr_decay_steps)
+
+
+def disk_misfit(disk_path: str | None, size: int) -> str | None:
+    """Return why so many bytes of a plan cannot live in a folder on disk; None: they can."""
+    needs = f"the plan keeps {size / 2**30:.2f} GiB on disk"
+    if disk_path is None:
+        return f"{needs}; name a folder there: --set disk_path=FOLDER"
+    folder = Path(disk_path)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return f"{needs}, and disk_path={disk_path} is no folder that can be written; name one that is"
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        return f"{needs}, and {disk_path} has {free / 2**30:.2f} GiB free; name another disk_path, or raise --host-gb"
+    return None
 
 
 def _check_export(workload: OutOfCore) -> None:

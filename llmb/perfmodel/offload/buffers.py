@@ -23,6 +23,9 @@ from llmb.perfmodel.offload.layer_params import layer_shapes
 
 KINDS = ("param", "grad", "state", "inp", "kv", "attn", "rest", "dstream", "dkv")
 BUCKET_KINDS = ("param", "grad", "state")  # kinds that outlive a round
+DISK_KINDS = ("state", "param")  # kinds that may live on disk, in the order in which they leave host memory
+STAGING_BUFFERS = 2  # per kind and direction: one for the disk, one for the link
+DISK_BLOCK = 4096  # bytes, of which O_DIRECT transfers multiples
 STATE_BYTES = {"master": (2, 4, 4), "stochastic": (2, 2), "nearest": (2, 2)}  # low half of the master weight; m, v
 GRAD_BYTES = {"master": 4, "stochastic": 2, "nearest": 2}
 
@@ -101,6 +104,11 @@ def kinds_with_own_host_slots(plan: Plan) -> tuple[str, ...]:
     return BUCKET_KINDS if plan.keeps_gradients else ("param", "state")
 
 
+def bytes_on_disk(size: int) -> int:
+    """Return the bytes of a buffer of this size on disk, and of its staging buffer."""
+    return -(-size // DISK_BLOCK) * DISK_BLOCK
+
+
 def activation_itemsize(plan: Plan) -> int:
     """Return the bytes per element of the residual, which stays bf16 with fp8 gemms."""
     return 4 if plan.dtype == "fp32" else 2
@@ -117,6 +125,7 @@ def buffer_bytes(model: Model, plan: Plan) -> dict[str, int]:
     all_heads = rows * width * itemsize
     residual = rows * model.hidden * itemsize
     keys = rows * kv_width * itemsize if model.qk_norm is not None else 0  # before their norms
+    normed = aligned(keys) + (2 * aligned(residual) if model.post_norms else 0)
     return {
         "param": numel * itemsize,
         "grad": numel * grad,
@@ -124,7 +133,7 @@ def buffer_bytes(model: Model, plan: Plan) -> dict[str, int]:
         "inp": aligned(residual),
         "kv": 2 * aligned(context * kv_width * itemsize),
         "attn": aligned(all_heads) + aligned(4 * model.heads * rows),
-        "rest": aligned(all_heads) + aligned(residual) + aligned(rows * 2 * model.ffn * itemsize) + aligned(keys),
+        "rest": aligned(all_heads) + aligned(residual) + aligned(rows * 2 * model.ffn * itemsize) + normed,
         "dstream": aligned(residual),
         "dkv": 2 * aligned(4 * context * kv_width),
     }

@@ -15,6 +15,7 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import gpu as hardware_of
 from llmb.perfmodel.hardware import is_listed
 
+NOMINAL_DISK_GBS = 2.0
 DETAILS = "details"  # key of everything else that the probe stores beside the rates
 
 
@@ -34,9 +35,22 @@ class Rates:
     link_in_gbs: float  # host to device
     link_out_gbs: float
     link_both_gbs: float  # per direction, when both are busy
+    disk_read_gbs: float | None = None  # of the disk tier's folder; null: not measured and not stated
+    disk_write_gbs: float | None = None
+    disk_both_gbs: float | None = None  # per direction, when both are busy
     bus_gbs: float | None = None  # bus bandwidth among the GPUs of a node; null: not measured, or one GPU
     device_memory_bytes: float | None = None  # as its driver reports it; null: not stored by an older version
     source: str  # when and where measured, or whose figures these are
+
+    @property
+    def disk_gbs(self) -> tuple[float, float, float]:
+        """Rates of reading, of writing, and per direction of both; unknown ones as an SSD has them, to plan with."""
+        return tuple(rate or NOMINAL_DISK_GBS for rate in (self.disk_read_gbs, self.disk_write_gbs, self.disk_both_gbs))  # type: ignore[return-value]
+
+    def with_disk(self, gbs: float) -> "Rates":
+        """Return the rates with those of a stated disk, the same each way."""
+        source = f"{self.source}; a disk of {gbs:g} GB/s as stated"
+        return replace(self, disk_read_gbs=gbs, disk_write_gbs=gbs, disk_both_gbs=gbs, source=source)
 
 
 # Measured on an H200 of 700 W in runs of many seconds. Other GPUs: the same fractions of their own peaks.

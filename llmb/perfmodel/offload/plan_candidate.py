@@ -6,9 +6,11 @@
 
 A candidate says how the tokens are divided, how many buckets of weights, gradients and state are resident, and which
 fraction of the activations that fit is saved fully. Its plan follows: what memory is left on the device becomes slots
-for activations, what is left on the host decides their save levels.
+for activations, what is left on the host decides their save levels. Where the host has too little and a disk is given,
+optimizer state and then weights live there: as few buckets as make the candidate fit.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,9 +20,9 @@ from llmb.config.llama_layer_shapes import has_llama_layers
 from llmb.config.offload_plan import ATTENTION, INPUT, Plan, Update
 from llmb.config.spec import Model
 from llmb.perfmodel.hardware import GIB
-from llmb.perfmodel.offload.buffers import BUCKET_KINDS, ParamBuckets, buffer_bytes
+from llmb.perfmodel.offload.buffers import BUCKET_KINDS, ParamBuckets, buffer_bytes, bytes_on_disk
 from llmb.perfmodel.offload.machine_rates import Rates
-from llmb.perfmodel.offload.plan_memory import device_bytes, host_bytes
+from llmb.perfmodel.offload.plan_memory import device_bytes, disk_buckets, disk_bytes, host_bytes, staging_bytes
 from llmb.perfmodel.offload.save_levels import save_levels
 from llmb.perfmodel.offload.simulator import SimulationResult, simulate
 from llmb.perfmodel.offload.step_tasks import round_chunks
@@ -38,6 +40,7 @@ class PlanConstraints:
     seqlen: int
     host_gib: float
     device_gib: float
+    disk_gib: float = 0.0  # 0: no disk
     update: Update = "stochastic"
     clip: float | None = None
     gbs: int | None = None
@@ -59,6 +62,7 @@ class PlanResult:
     simulation: SimulationResult
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
+    disk_bytes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,12 @@ class PlanCandidate:
     full_fraction: float  # of the full saves that fit
     state_buffers: int = MIN_STATE_BUFFERS  # through which the state of other buckets passes
     loss_tokens: int = LOSS_TOKENS[0]
+    spilled: int = 0  # buckets on disk: of state, then of weights
 
     @property
     def signature(self) -> tuple[object, ...]:
         """Candidates with the same signature have the same plan."""
-        return self.shape, self.resident, self.saves, self.state_buffers, self.loss_tokens
+        return self.shape, self.resident, self.saves, self.state_buffers, self.loss_tokens, self.spilled
 
     @property
     def fits(self) -> bool:
@@ -174,26 +179,69 @@ class PlanCandidate:
         inbound = plan.rounds * per_round + passing
         outbound = plan.rounds * on_host + passing + params * sizes["param"]
         link = max(inbound, outbound) / self.rates.link_both_gbs / 1e9
-        return max(compute, link), link
+        return max(compute, link, self._disk_s), link
+
+    @property
+    def _disk_s(self) -> float:
+        """Lower bound of reading from disk: state once a step, weights in each round, those of layers twice."""
+        plan, sizes = self._plan_without_slots, self._sizes
+        twice = min(plan.disk_params, self.model.layers)
+        weights = plan.rounds * (plan.disk_params + twice) * bytes_on_disk(sizes["param"])
+        return (weights + plan.disk_states * bytes_on_disk(sizes["state"])) / max(self.rates.disk_gbs) / 1e9
+
+    def with_least_on_disk(self) -> "PlanCandidate":
+        """Return the candidate with as few buckets on disk as make it fit; itself if it fits, or none would."""
+        if self.fits or not self.constraints.disk_gib:
+            return self
+        counts = range(1, self._most_spilled + 1)
+        least = bisect_left(counts, True, key=lambda count: replace(self, spilled=count).fits)
+        return replace(self, spilled=counts[least]) if least < len(counts) else self
+
+    @property
+    def _most_spilled(self) -> int:
+        """Buckets that the disk has capacity for."""
+        free, buckets = self.constraints.disk_gib * GIB, self.costs.buckets.count
+        states = min(buckets - self.resident[2], int(free / bytes_on_disk(self._sizes["state"])))
+        if states < buckets - self.resident[2]:
+            return states
+        free -= states * bytes_on_disk(self._sizes["state"])
+        return states + min(buckets - self.resident[0], int(free / bytes_on_disk(self._sizes["param"])))
 
     def simulate_plan(self) -> PlanResult | None:
-        """Simulate the plan; with fewer full saves where the host turns out too small."""
-        saves = self.saves
+        """Simulate the plan; with fewer full saves, or more on disk, where the host turns out too small."""
+        saves, over = self.saves, 0.0
         for _ in range(4):
             if saves is None:
-                return None
+                spilled = min(self._most_spilled, self.spilled + max(1, _ceil(over / self._sizes["state"])))
+                return replace(self, spilled=spilled).simulate_plan() if 0 < self.spilled < spilled else None
             plan = self._with_slots(saves)
             simulation = simulate(self.model, plan, self.rates)
             usage = host_bytes(self.model, plan, simulation.host_slots)
             over = sum(usage.values()) - self.constraints.host_gib * GIB
             if over <= 0:
                 device = device_bytes(self.model, plan, self.rates.gpu)
-                return PlanResult(plan=plan, simulation=simulation, host_bytes=usage, device_bytes=device)
+                return PlanResult(
+                    plan=plan,
+                    simulation=simulation,
+                    host_bytes=usage,
+                    device_bytes=device,
+                    disk_bytes=disk_bytes(self.model, plan),
+                )
             saves = self._fewer_saves(saves, over)
         return None
 
     def neighbours(self) -> Iterator["PlanCandidate"]:
         """Yield candidates that differ from this one a little, in one respect."""
+        if not self.spilled:
+            yield from self._neighbours()
+            return
+        for neighbour in self._neighbours():
+            yield replace(neighbour, spilled=0).with_least_on_disk()
+        for count in (self.spilled + 1, self.spilled + 4):  # more activations are saved instead
+            if count <= self._most_spilled:
+                yield replace(self, spilled=count)
+
+    def _neighbours(self) -> Iterator["PlanCandidate"]:
         buckets = self.costs.buckets.count
         usage = sum(device_bytes(self.model, self.plan, self.rates.gpu).values())
         for kind, name in enumerate(BUCKET_KINDS):
@@ -228,9 +276,11 @@ class PlanCandidate:
 
     @cached_property
     def _plan_without_slots(self) -> Plan:
-        return _plan_without_slots(
+        plan = _plan_without_slots(
             self.costs.buckets, self.constraints, self.shape, self.resident, self.loss_tokens, self.state_buffers
         )
+        states = min(self.spilled, self.costs.buckets.count - plan.resident_states)
+        return replace(plan, disk_states=states, disk_params=self.spilled - states) if self.spilled else plan
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -312,6 +362,8 @@ class PlanCandidate:
             device -= (resident + blocks) * sizes[kind]
             if kind != "grad" or plan.keeps_gradients:
                 host -= (buckets - resident) * sizes[kind]
+        for kind, count in disk_buckets(plan).items():
+            host += count * sizes[kind] - (staging_bytes(sizes[kind]) if count else 0)
         device -= (plan.chunks_per_round + 3) * sizes["inp"] + 4 * sizes["kv"] + 2 * sizes["attn"]
         # When backward begins, what was made last is still in the slots that all others passed through.
         host += (plan.chunks_per_round + 2) * sizes["inp"] + 2 * sizes["kv"] + 2 * sizes["attn"]

@@ -1,8 +1,15 @@
-"""Memory that a plan takes on host and device, by kind of buffer: exactly what the engine allocates."""
+"""Memory that a plan takes on device, host and disk, by kind of buffer: exactly what the engine allocates."""
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import KINDS, ParamBuckets, buffer_bytes, kinds_with_own_host_slots
+from llmb.perfmodel.offload.buffers import (
+    KINDS,
+    STAGING_BUFFERS,
+    ParamBuckets,
+    buffer_bytes,
+    bytes_on_disk,
+    kinds_with_own_host_slots,
+)
 from llmb.perfmodel.offload.workspace import workspace_bytes
 
 CONTEXT_BYTES = 896 << 20  # CUDA context and libraries, as seen on an H200 at the end of a run
@@ -41,13 +48,35 @@ def device_bytes(model: Model, plan: Plan, gpu: str) -> dict[str, int]:
 
 
 def host_slot_counts(model: Model, plan: Plan, host_slots: dict[str, int]) -> dict[str, int]:
-    """Return the host slots of each kind: one per bucket that is not resident, else the peak number in use."""
+    """Return the host slots of each kind: one per bucket that is neither resident nor on disk, else the peak in use."""
     buckets, own_slots = ParamBuckets(model).count, kinds_with_own_host_slots(plan)
-    resident = {"param": plan.resident_params, "grad": plan.resident_grads, "state": plan.resident_states}
-    return {kind: buckets - resident[kind] if kind in own_slots else host_slots.get(kind, 0) for kind in KINDS}
+    elsewhere = {
+        "param": plan.resident_params + plan.disk_params,
+        "grad": plan.resident_grads,
+        "state": plan.resident_states + plan.disk_states,
+    }
+    return {kind: buckets - elsewhere[kind] if kind in own_slots else host_slots.get(kind, 0) for kind in KINDS}
 
 
 def host_bytes(model: Model, plan: Plan, host_slots: dict[str, int]) -> dict[str, int]:
-    """Return bytes on the host, of kinds that have slots there."""
+    """Return bytes on the host, of kinds that have slots there; `staging` is what passes between disk and device."""
     sizes = buffer_bytes(model, plan)
-    return {kind: count * sizes[kind] for kind, count in host_slot_counts(model, plan, host_slots).items() if count}
+    usage = {kind: count * sizes[kind] for kind, count in host_slot_counts(model, plan, host_slots).items() if count}
+    staging = sum(staging_bytes(sizes[kind]) for kind, count in disk_buckets(plan).items() if count)
+    return usage | ({"staging": staging} if staging else {})
+
+
+def staging_bytes(size: int) -> int:
+    """Return bytes of the staging buffers of a kind with buffers of this size: read ahead and written behind."""
+    return 2 * STAGING_BUFFERS * bytes_on_disk(size)
+
+
+def disk_buckets(plan: Plan) -> dict[str, int]:
+    """Return the number of buckets on disk by kind."""
+    return {"param": plan.disk_params, "state": plan.disk_states}
+
+
+def disk_bytes(model: Model, plan: Plan) -> dict[str, int]:
+    """Return bytes on disk, of kinds that live there."""
+    sizes = buffer_bytes(model, plan)
+    return {kind: count * bytes_on_disk(sizes[kind]) for kind, count in disk_buckets(plan).items() if count}

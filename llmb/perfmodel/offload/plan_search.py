@@ -35,8 +35,16 @@ TASK_BUDGET = 60_000  # tasks simulated in total
 
 @paused_garbage_collection()
 def best_plan(model: Model, constraints: PlanConstraints, rates: Rates) -> PlanResult:
-    """Return the fastest plan that fits, or raise one line with the minimum budgets."""
+    """Return the fastest plan that fits, using a disk only if none fits without, or raise one line."""
     _check(model, constraints)
+    for disk_gib in dict.fromkeys((0.0, constraints.disk_gib)):
+        search = _search(model, replace(constraints, disk_gib=disk_gib), rates)
+        if search.best:
+            return max((result for result, _ in search.best.values()), key=_speed)
+    raise ConfigError(_budget_error(model, constraints, rates))
+
+
+def _search(model: Model, constraints: PlanConstraints, rates: Rates) -> "_Search":
     coarse = (
         candidate
         for shape in _step_shapes(constraints)
@@ -50,9 +58,7 @@ def best_plan(model: Model, constraints: PlanConstraints, rates: Rates) -> PlanR
     for shape in search.leaders():
         while search.try_all(search.best[shape][1].neighbours()):
             pass
-    if not search.best:
-        raise ConfigError(_budget_error(model, constraints, rates))
-    return max((result for result, _ in search.best.values()), key=_speed)
+    return search
 
 
 class _Search:
@@ -138,13 +144,18 @@ def _candidates(
         for grads in choices(constraints.resident_grads, fractions):
             for states in choices(constraints.resident_states, fractions[::2]):
                 for fraction in (1.0, 0.7, 0.4, 0.0) if constraints.full_saves is None else (1.0,):
-                    yield PlanCandidate(model, constraints, rates, shape, costs, (params, grads, states), fraction)
+                    resident = params, grads, states
+                    yield PlanCandidate(
+                        model, constraints, rates, shape, costs, resident, fraction
+                    ).with_least_on_disk()
 
 
 def _check(model: Model, constraints: PlanConstraints) -> None:
     for name in ("host_gib", "device_gib"):
         if not getattr(constraints, name) > 0:
             raise ConfigError(f"{name} must be more than 0 GiB, got {getattr(constraints, name):g}")
+    if not constraints.disk_gib >= 0:
+        raise ConfigError(f"disk_gib must be 0 GiB or more, got {constraints.disk_gib:g}")
     for name in ("seqlen", "gbs", "chunk_tokens", "seqs_per_round"):
         value = getattr(constraints, name)
         if value is not None and value < 1:
@@ -161,8 +172,8 @@ def _check(model: Model, constraints: PlanConstraints) -> None:
 
 
 def _budget_error(model: Model, constraints: PlanConstraints, rates: Rates) -> str:
-    def fits(host_gib: float, device_gib: float) -> bool:
-        enlarged = replace(constraints, host_gib=host_gib, device_gib=device_gib)
+    def fits(host_gib: float, device_gib: float, disk_gib: float = constraints.disk_gib) -> bool:
+        enlarged = replace(constraints, host_gib=host_gib, device_gib=device_gib, disk_gib=disk_gib)
         return any(
             candidate.fits
             for shape in _step_shapes(enlarged)
@@ -172,5 +183,8 @@ def _budget_error(model: Model, constraints: PlanConstraints, rates: Rates) -> s
     message = (
         f"{model.name} at {constraints.seqlen} tokens does not fit into {constraints.host_gib:g} GiB of host memory"
     )
-    needed = minimum_budgets(fits, constraints.host_gib, constraints.device_gib)
-    return f"{message} and {constraints.device_gib:g} GiB of device memory: {needed}"
+    needed = minimum_budgets(fits, constraints.host_gib, constraints.device_gib, constraints.disk_gib)
+    if not constraints.disk_gib:
+        return f"{message} and {constraints.device_gib:g} GiB of device memory: {needed}"
+    device = f"{constraints.device_gib:g} GiB of device memory"
+    return f"{message}, {device} and {constraints.disk_gib:g} GiB of disk: {needed}"

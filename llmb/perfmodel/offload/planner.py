@@ -23,10 +23,12 @@ DTYPES = ("bf16", "fp8", "fp32")
 def plan_workload(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -> OutOfCore:
     """Return the workload with everything chosen that was left open; one line where no plan fits."""
     _check(workload, model, dtype, rates)
+    is_timed = rates != nominal_rates(rates.gpu)
+    rates = rates if workload.disk_gbs is None else rates.with_disk(workload.disk_gbs)
     names = [field.name for field in fields(PlanConstraints) if field.name != "dtype"]
     constraints = PlanConstraints(dtype=dtype, **{name: getattr(workload, name) for name in names})  # type: ignore[arg-type]
     result = _cached_best_plan(model, constraints, rates)
-    return replace(workload, gbs=result.plan.gbs, plan=result.plan, prediction=_predict(result, rates))
+    return replace(workload, gbs=result.plan.gbs, plan=result.plan, prediction=_predict(result, rates, is_timed))
 
 
 @cache
@@ -35,8 +37,9 @@ def _cached_best_plan(model: Model, constraints: PlanConstraints, rates: Rates) 
     return best_plan(model, constraints, rates)
 
 
-def _predict(result: PlanResult, rates: Rates) -> Prediction:
-    simulation, is_timed = result.simulation, rates != nominal_rates(rates.gpu)
+def _predict(result: PlanResult, rates: Rates, is_timed: bool) -> Prediction:
+    simulation = result.simulation
+    is_timed = is_timed and (rates.disk_read_gbs is not None or not result.plan.uses_disk)
     return Prediction(
         rates=asdict(rates),
         step_s=simulation.step_s if is_timed else None,
@@ -45,10 +48,15 @@ def _predict(result: PlanResult, rates: Rates) -> Prediction:
         outbound_s=simulation.outbound_s if is_timed else None,
         inbound_bytes=simulation.inbound_bytes,
         outbound_bytes=simulation.outbound_bytes,
+        disk_read_s=simulation.disk_read_s if is_timed else None,
+        disk_write_s=simulation.disk_write_s if is_timed else None,
+        disk_read_bytes=simulation.disk_read_bytes,
+        disk_write_bytes=simulation.disk_write_bytes,
         hardware_flops=simulation.hardware_flops,
         host_slots=simulation.host_slots,
         host_bytes=result.host_bytes,
         device_bytes=result.device_bytes,
+        disk_bytes=result.disk_bytes,
     )
 
 
@@ -71,5 +79,10 @@ def _check(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -> None:
         raise ConfigError(
             f"update={workload.update} has no effect with fp32, whose weights are not rounded; leave it out"
         )
+    for name in ("disk_path", "disk_gbs"):
+        if getattr(workload, name) is not None and not workload.disk_gib:
+            raise ConfigError(f"{name} has no effect without a disk; also set disk_gib, the GiB that may be used of it")
+    if workload.disk_gbs is not None and not workload.disk_gbs > 0:
+        raise ConfigError(f"disk_gbs must be more than 0 GB/s, got {workload.disk_gbs:g}")
     if workload.pack and workload.data is None:
         raise ConfigError("pack has no effect on synthetic tokens, which have no documents; also set data=FILE")

@@ -10,7 +10,8 @@ Gradients and optimizer state are used in the same order again and again: there 
 buffer is not free yet. Of these the least recently used is evicted, and copies overlap with computation. All that is
 waited for stands earlier in the program, so there is no deadlock, whatever the order in which a GPU gets to it.
 Parameter buckets have host slots of their own; activations share theirs, and so do gradients where each is consumed as
-soon as it is complete: there few or none go to the host.
+soon as it is complete: there few or none go to the host. Buckets that live on disk have no slot: what is said of the
+host holds for their files.
 """
 
 from bisect import bisect_right
@@ -23,8 +24,8 @@ from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.perfmodel.offload.buffers import BUCKET_KINDS, BufferKey, ParamBuckets, kinds_with_own_host_slots
-from llmb.perfmodel.offload.plan_memory import buffer_counts
-from llmb.perfmodel.offload.program import BEFORE_ALL, Copy, Operation, Program
+from llmb.perfmodel.offload.plan_memory import buffer_counts, disk_buckets
+from llmb.perfmodel.offload.program import BEFORE_ALL, STAGED, Copy, Operation, Program
 from llmb.perfmodel.offload.step_tasks import StepTask
 
 NEVER = 1 << 60
@@ -77,10 +78,15 @@ class Residency:
         # Contents of which the host has a valid copy.
         self.on_host = {BufferKey("param", bucket) for bucket in range(buckets.count)} - self.resident
         self.host_slots: dict[BufferKey, int] = {}
+        self.on_disk: set[BufferKey] = set()
         self.own_slot_kinds = kinds_with_own_host_slots(plan)
         for kind in self.own_slot_kinds:
-            moving = [bucket for bucket in range(buckets.count) if BufferKey(kind, bucket) not in self.resident]
-            self.host_slots |= {BufferKey(kind, bucket): index for index, bucket in enumerate(moving)}
+            moving = [BufferKey(kind, bucket) for bucket in range(buckets.count)]
+            moving = [key for key in moving if key not in self.resident]
+            spread = evenly_spread(disk_buckets(plan).get(kind, 0), len(moving), len(moving))
+            self.on_disk |= {moving[index] for index in spread}
+            in_memory = (key for key in moving if key not in self.on_disk)
+            self.host_slots |= {key: index for index, key in enumerate(in_memory)}
         self.last_used: dict[BufferKey, int] = {}  # entry of the compute stream
         self.copied_out: dict[BufferKey, int] = {}  # entry of the outbound stream
         self.free_host_slots: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -233,8 +239,9 @@ class _Compiler:
             wait_inbound = wait_outbound = BEFORE_ALL
             for key, buffer, release in self.copies_in[entry]:
                 compute, outbound = _waits(release)
-                outbound = max(outbound, state.copied_out.get(key, BEFORE_ALL))
-                copies_in.append(Copy(key, buffer, state.host_slots[key], compute, outbound))
+                copied_out = state.copied_out.get(key, BEFORE_ALL)
+                slot = STAGED if key in state.on_disk else state.host_slots[key]
+                copies_in.append(Copy(key, buffer, slot, compute, max(outbound, copied_out), copied_out))
                 wait_inbound = inbound
                 inbound += 1
             for release in self.waits[entry]:
@@ -259,6 +266,8 @@ class _Compiler:
     def _host_slot(self, key: BufferKey) -> tuple[int, int]:
         """Return a host slot, and the entry of the inbound stream that must have read its last content."""
         state = self.state
+        if key in state.on_disk:
+            return STAGED, BEFORE_ALL
         if key in state.host_slots:
             return state.host_slots[key], BEFORE_ALL
         if state.free_host_slots[key.kind]:

@@ -1,4 +1,4 @@
-"""Simulation of a program on three streams that wait for one another as CUDA streams do.
+"""Simulation of a program on three streams that wait for one another as CUDA streams do, and on a disk's two.
 
     simulation = simulate(model, plan, rates)     # a step in the middle of a long run
     simulation.step_s, simulation.compute_s, simulation.events
@@ -7,17 +7,25 @@ Of a step of many equal rounds only the first, one in the middle and the last ar
 second.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from llmb.config.offload_plan import FULL, Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import BUCKET_KINDS, BufferKey, buffer_bytes
+from llmb.perfmodel.offload.buffers import (
+    BUCKET_KINDS,
+    DISK_KINDS,
+    STAGING_BUFFERS,
+    BufferKey,
+    buffer_bytes,
+    bytes_on_disk,
+)
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.program import Copy, Operation, Program
 from llmb.perfmodel.offload.residency import Residency
 from llmb.perfmodel.offload.step_tasks import StepTask, step_start, step_tasks
-from llmb.perfmodel.offload.stream_timeline import Phase, StreamName, TimelineEvent
+from llmb.perfmodel.offload.stream_timeline import DISK_STREAMS, STREAMS, Phase, StreamName, TimelineEvent
 from llmb.perfmodel.offload.task_durations import TaskDurations
 
 SHOWN_ROUNDS = 3
@@ -37,6 +45,10 @@ class SimulationResult:
     outbound_s: float
     inbound_bytes: int
     outbound_bytes: int
+    disk_read_s: float
+    disk_write_s: float
+    disk_read_bytes: int
+    disk_write_bytes: int
     hardware_flops: float
     host_slots: dict[str, int]  # that gradients and activations need, by kind
     events: tuple[TimelineEvent, ...]  # of the simulated rounds, if requested
@@ -46,22 +58,35 @@ class StreamClocks:
     """Clock of each stream, and when each entry of the current program was done."""
 
     def __init__(self, durations: TaskDurations, sizes: dict[str, int]):
-        self.durations, self.sizes, self.rates = durations, sizes, durations.rates
-        self.now = {"compute": 0.0, "inbound": 0.0, "outbound": 0.0}
-        self.done: dict[str, list[float]] = {"compute": [], "inbound": [], "outbound": []}
+        self.durations, self.sizes, rates = durations, sizes, durations.rates
+        read_gbs, write_gbs, disk_gbs = rates.disk_gbs
+        # Opposite stream, and GB/s alone and when both are busy.
+        self.directions: dict[StreamName, tuple[StreamName, float, float]] = {
+            "inbound": ("outbound", rates.link_in_gbs, rates.link_both_gbs),
+            "outbound": ("inbound", rates.link_out_gbs, rates.link_both_gbs),
+            "disk_read": ("disk_write", read_gbs, disk_gbs),
+            "disk_write": ("disk_read", write_gbs, disk_gbs),
+        }
+        self.now: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
+        self.done: dict[str, list[float]] = {stream: [] for stream in STREAMS}
         self.base = dict.fromkeys(self.now, 0)
+        # When each staging buffer is free again, of those for reads and of those for writes, in the order of their use.
+        self.read_buffers, self.write_buffers = (
+            {kind: deque([0.0] * STAGING_BUFFERS) for kind in DISK_KINDS} for _ in range(2)
+        )
+        self.written: dict[BufferKey, float] = {}  # when a bucket's file was
 
     def run(self, program: Program, step: int = 0) -> Iterator[TimelineEvent]:
         """Yield every entry of a program, in order, with its start and end."""
         self.base = {stream: len(done) for stream, done in self.done.items()}
         for copy in program.first_copies_out:
-            yield self._copy("outbound", "inbound", self.rates.link_out_gbs, copy, program.operations[0].task, step)
+            yield from self._copy_out(copy, program.operations[0].task, step)
         for operation in program.operations:
             for copy in operation.copies_in:
-                yield self._copy("inbound", "outbound", self.rates.link_in_gbs, copy, operation.task, step)
+                yield from self._copy_in(copy, operation.task, step)
             yield from self._compute(operation, step)
             for copy in operation.copies_out:
-                yield self._copy("outbound", "inbound", self.rates.link_out_gbs, copy, operation.task, step)
+                yield from self._copy_out(copy, operation.task, step)
 
     def _compute(self, operation: Operation, step: int) -> Iterator[TimelineEvent]:
         """Yield the event of a task; its recomputation is an event of its own."""
@@ -79,16 +104,38 @@ class StreamClocks:
         for name, begin, stop, flops in segments:
             yield timeline_event("compute", name, begin, stop, task, step, self.durations.model.layers, flops=flops)
 
-    def _copy(
-        self, stream: StreamName, opposite: StreamName, gbs: float, copy: Copy, task: StepTask, step: int
-    ) -> TimelineEvent:
-        ready = max(self._done("compute", copy.wait_compute), self._done(opposite, copy.wait_other))
-        size = self.sizes[copy.key.kind]
-        link_busy = self.now[opposite] > max(ready, self.now[stream])  # slower when both directions are
-        start, end = self._take(stream, ready, size / (self.rates.link_both_gbs if link_busy else gbs) / 1e9)
-        return timeline_event(
-            stream, copy.key.kind, start, end, task, step, self.durations.model.layers, size, key=copy.key
-        )
+    def _copy_in(self, copy: Copy, task: StepTask, step: int) -> Iterator[TimelineEvent]:
+        key, ready = copy.key, max(self._done("compute", copy.wait_compute), self._done("outbound", copy.wait_other))
+        if not copy.is_staged:
+            yield self._transfer("inbound", key, ready, task, step)
+            return
+        buffers = self.read_buffers[key.kind]
+        read = self._transfer("disk_read", key, max(buffers.popleft(), self.written.get(key, 0.0)), task, step)
+        yield read
+        event = self._transfer("inbound", key, max(ready, read.end), task, step)
+        yield event
+        buffers.append(event.end)
+
+    def _copy_out(self, copy: Copy, task: StepTask, step: int) -> Iterator[TimelineEvent]:
+        key, ready = copy.key, max(self._done("compute", copy.wait_compute), self._done("inbound", copy.wait_other))
+        if not copy.is_staged:
+            yield self._transfer("outbound", key, ready, task, step)
+            return
+        buffers = self.write_buffers[key.kind]
+        event = self._transfer("outbound", key, max(ready, buffers.popleft()), task, step)
+        yield event
+        write = self._transfer("disk_write", key, event.end, task, step)
+        yield write
+        self.written[key] = write.end
+        buffers.append(write.end)
+
+    def _transfer(self, stream: StreamName, key: BufferKey, ready: float, task: StepTask, step: int) -> TimelineEvent:
+        size = self.sizes[key.kind]
+        size = bytes_on_disk(size) if stream in DISK_STREAMS else size
+        opposite, alone_gbs, both_gbs = self.directions[stream]
+        is_busy = self.now[opposite] > max(ready, self.now[stream])  # slower when both directions are
+        start, end = self._take(stream, ready, size / (both_gbs if is_busy else alone_gbs) / 1e9)
+        return timeline_event(stream, key.kind, start, end, task, step, self.durations.model.layers, size, key=key)
 
     def _done(self, stream: StreamName, entry: int) -> float:
         index = self.base[stream] + entry
@@ -151,6 +198,10 @@ def simulate(model: Model, plan: Plan, rates: Rates, with_events: bool = False) 
         outbound_s=round_totals.total("outbound", repeats),
         inbound_bytes=int(round_totals.total("inbound_bytes", repeats)),
         outbound_bytes=int(round_totals.total("outbound_bytes", repeats)),
+        disk_read_s=round_totals.total("disk_read", repeats),
+        disk_write_s=round_totals.total("disk_write", repeats),
+        disk_read_bytes=int(round_totals.total("disk_read_bytes", repeats)),
+        disk_write_bytes=int(round_totals.total("disk_write_bytes", repeats)),
         hardware_flops=round_totals.total("flops", repeats),
         host_slots=program.host_slots,
         events=tuple(_shifted(event, start) for event in events) if with_events else (),

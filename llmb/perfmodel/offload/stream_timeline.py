@@ -1,4 +1,4 @@
-"""Timeline of one GPU and its link: events on three streams, measured or predicted, in one format.
+"""Timeline of one GPU, its link and its disk: events on their streams, measured or predicted, in one format.
 
 An engine that moves its state through the GPU writes `profile/lanes.json`; the simulation of its plan returns the same.
 Pictures, tables and the Chrome trace are made from it, so that prediction and measurement can be compared.
@@ -17,8 +17,10 @@ from typing import Any, Literal, TypeVar, get_args
 from llmb.config.serialization import convert, field_types, read_json, to_json, write_atomic
 from llmb.errors import ConfigError
 
-StreamName = Literal["compute", "inbound", "outbound"]
-STREAMS: tuple[StreamName, ...] = ("compute", "inbound", "outbound")
+StreamName = Literal["compute", "inbound", "outbound", "disk_read", "disk_write"]
+DEVICE_STREAMS: tuple[StreamName, ...] = ("compute", "inbound", "outbound")
+DISK_STREAMS: tuple[StreamName, ...] = ("disk_read", "disk_write")
+STREAMS = DEVICE_STREAMS + DISK_STREAMS
 Phase = Literal["embedding", "forward", "head", "backward", "update"]
 NAMES_ON_DISK = {"events": "stretches", "stream": "lane"}  # fields that the file calls otherwise
 

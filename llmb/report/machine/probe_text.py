@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from llmb.perfmodel.probe.probe_record import Collectives, ProbeDetails, ProbeRecord, Spread
-from llmb.report.plan_text import RATES, describe_rates
+from llmb.report.plan_text import DISK_RATES, RATES, describe_rates
 from llmb.report.table import number, render
 
 HEADER = ("measured", "median", "p5 to p95", "unit", "n")
@@ -26,7 +26,7 @@ def describe_probe(record: ProbeRecord) -> str:
 def spread_rows(details: ProbeDetails) -> Iterator[Row]:
     """Yield a row for each figure of a machine."""
     for name, spread in details.rates.items():
-        title, unit = RATES.get(name, (name, ""))
+        title, unit = (RATES | DISK_RATES).get(name, (name, ""))
         yield _row(title, spread, unit)
     for dtype, spread in details.gemm_tflops.items():
         yield _row(f"gemms of {details.model or 'the model'}, {dtype}", spread, "TFLOP/s")

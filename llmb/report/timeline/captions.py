@@ -9,11 +9,11 @@ same interval, a third one compares both and names the kind of work that differs
 from collections import defaultdict
 from itertools import pairwise
 
-from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
+from llmb.perfmodel.offload.stream_timeline import StreamName
 from llmb.report.timeline.axis_units import difference, duration, figures, percent
 from llmb.report.timeline.optimizer_cost import optimizer_cost
 from llmb.report.timeline.predicted_vs_measured import WAITING, TimelineComparison, compare
-from llmb.report.timeline.task_kinds import work_kind
+from llmb.report.timeline.task_kinds import DIRECTIONS, work_kind
 from llmb.report.timeline.time_account import TimeBreakdown, time_breakdown
 from llmb.report.timeline.tracks import Timeline, Wait
 from llmb.report.timeline.views import View
@@ -84,8 +84,11 @@ def _cause(waits: tuple[Wait, ...]) -> str:
 
 def _bound(timeline: Timeline, view: View, breakdown: TimeBreakdown) -> str:
     fractions = {stream: seconds / breakdown.seconds for stream, seconds in breakdown.busy.items()}
-    names: dict[StreamName, str] = {"compute": "compute", "inbound": "the link in", "outbound": "the link out"}
-    full = [names[stream] for stream in STREAMS if fractions[stream] >= BOUND_FRACTION]
+    names: dict[StreamName, str] = {
+        "compute": "compute", "inbound": "the link in", "outbound": "the link out",
+        "disk_read": "reading the disk", "disk_write": "writing the disk",
+    }  # fmt: skip
+    full = [names[stream] for stream in timeline.shown_streams if fractions[stream] >= BOUND_FRACTION]
     listed = " and ".join(", ".join(full).rsplit(", ", 1))
     head = f"{listed} {'bounds' if len(full) == 1 else 'bound'} it" if full else "no stream bounds it alone"
     head = head[0].upper() + head[1:]
@@ -93,6 +96,8 @@ def _bound(timeline: Timeline, view: View, breakdown: TimeBreakdown) -> str:
         f"compute is busy {percent(fractions['compute'])}, "
         f"the link {percent(fractions['inbound'])} in and {percent(fractions['outbound'])} out"
     )
+    if "disk_write" in fractions:
+        busy += f", the disk {percent(fractions['disk_read'])} reading and {percent(fractions['disk_write'])} writing"
     parts = [f"{head}: {busy}", *_speed(timeline, breakdown), _overhead(timeline, view, breakdown)]
     return "; ".join(part for part in parts if part) + "."
 
@@ -153,6 +158,5 @@ def _worst(compared: TimelineComparison) -> list[tuple[tuple[StreamName, str], f
 
 def _difference(work: tuple[StreamName, str], measured_s: float, predicted_s: float) -> str:
     stream, name = work
-    direction = {"compute": "", "inbound": " in", "outbound": " out"}[stream]
-    label = "waiting" if work == WAITING else work_kind(stream, name).label + direction
+    label = "waiting" if work == WAITING else work_kind(stream, name).label + DIRECTIONS[stream]
     return f"{label}, predicted {duration(predicted_s)}, measured {duration(measured_s)}"

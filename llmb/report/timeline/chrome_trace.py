@@ -14,7 +14,7 @@ from typing import Any
 
 from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
 from llmb.report.timeline.named_ranges import RANGE_LEVELS
-from llmb.report.timeline.task_kinds import STREAM_LABELS, work_kind
+from llmb.report.timeline.task_kinds import DIRECTIONS, STREAM_LABELS, work_kind
 from llmb.report.timeline.tracks import Timeline
 
 TraceEvent = dict[str, Any]
@@ -32,7 +32,7 @@ def trace_bytes(timelines: Sequence[Timeline]) -> bytes:
 def _events(timeline: Timeline, process: int) -> Iterator[TraceEvent]:
     yield from _names(timeline, process)
     yield from _ranges(timeline, process)
-    for stream in STREAMS:
+    for stream in timeline.shown_streams:
         yield from _work(timeline, stream, process)
         if timeline.has_amounts(stream):
             yield from _rates(timeline, stream, process)
@@ -42,7 +42,7 @@ def _events(timeline: Timeline, process: int) -> Iterator[TraceEvent]:
 
 def _names(timeline: Timeline, process: int) -> Iterator[TraceEvent]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.streams.source}}
-    threads = {"Ranges": RANGES_THREAD, **{STREAM_LABELS[stream]: thread for stream, thread in THREADS.items()}}
+    threads = {"Ranges": RANGES_THREAD, **{STREAM_LABELS[stream]: THREADS[stream] for stream in timeline.shown_streams}}
     for name, thread in threads.items():
         where: TraceEvent = {"ph": "M", "pid": process, "tid": thread}
         yield {**where, "name": "thread_name", "args": {"name": name}}
@@ -71,7 +71,7 @@ def _work(timeline: Timeline, stream: StreamName, process: int) -> Iterator[Trac
 def _rates(timeline: Timeline, stream: StreamName, process: int) -> Iterator[TraceEvent]:
     """Yield a value where an event begins, and 0 where a gap does."""
     compute = stream == "compute"
-    name = {"compute": "TFLOP/s", "inbound": "GB/s in", "outbound": "GB/s out"}[stream]
+    name = ("TFLOP/s" if compute else "GB/s") + DIRECTIONS[stream]
     events = [s for s in timeline.by_stream[stream] if s.end > s.start]
     for event, after in zip_longest(events, events[1:]):
         amount = event.flops / 1e12 if compute else event.bytes / 1e9

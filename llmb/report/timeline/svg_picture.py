@@ -2,16 +2,16 @@
 
     picture(timeline, view).alone() -> "<svg ...>"
 
-From the top: named ranges, what the GPU computes, what is copied in and out, then strips of TFLOP/s, of GB/s on the
-link and of memory in use, all over one time axis. A prediction of the same interval adds its compute track below the
-measured one.
+From the top: named ranges, what the GPU computes, what is copied in and out, and read from disk and written where one
+is used, then strips of TFLOP/s, of GB/s and of memory in use, all over one time axis. A prediction of the same interval
+adds its compute track below the measured one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName, TimelineEvent
+from llmb.perfmodel.offload.stream_timeline import DISK_STREAMS, STREAMS, StreamName, TimelineEvent
 from llmb.report.timeline.axis_units import ceiling, duration, figures
 from llmb.report.timeline.pixel_columns import Columns, levels, spread
 from llmb.report.timeline.svg_rows import (
@@ -26,13 +26,13 @@ from llmb.report.timeline.svg_rows import (
     track_row,
 )
 from llmb.report.timeline.svg_style import style, textures
-from llmb.report.timeline.task_kinds import STREAM_LABELS, WAIT, WorkKind, order, work_kind
+from llmb.report.timeline.task_kinds import DIRECTIONS, STREAM_LABELS, WAIT, WorkKind, order, work_kind
 from llmb.report.timeline.tracks import Timeline, Wait
 from llmb.report.timeline.views import View
 
 WIDTH, NARROW_WIDTH = 1200, 600  # for a window, and for a small screen
 LEFT, MARGIN = 156, 14  # beside the columns
-HEIGHTS: dict[StreamName, int] = {"compute": 36, "inbound": 26, "outbound": 26}
+HEIGHTS: dict[StreamName, int] = {"compute": 36, "inbound": 26, "outbound": 26, "disk_read": 26, "disk_write": 26}
 PREDICTED_HEIGHT = 16
 STRIP = 36
 GAP = 8
@@ -118,7 +118,7 @@ def _rows(visible: VisibleEvents, predicted: tuple[Timeline, View] | None, colum
             rows += [row_name(y, RANGE_HEIGHT - 2, f"{level.capitalize()}s"), range_row(inside, columns, y)]
             y += RANGE_HEIGHT
     y += GAP / 2
-    for stream in STREAMS:
+    for stream in timeline.shown_streams:
         height = HEIGHTS[stream]
         waits = visible.waits if stream == "compute" else []
         rows += [
@@ -130,7 +130,7 @@ def _rows(visible: VisibleEvents, predicted: tuple[Timeline, View] | None, colum
             rows.append(_predicted_row(predicted, view, columns, y))
             y += PREDICTED_HEIGHT + GAP / 2
     y += GAP
-    for stream in filter(timeline.has_amounts, STREAMS):
+    for stream in filter(timeline.has_amounts, timeline.shown_streams):
         rows.append(_rate_strip(visible, stream, columns, y))
         y += STRIP + GAP
     for samples, where in ((timeline.device_gib, "Device"), (timeline.host_gib, "Host")):
@@ -156,16 +156,14 @@ def _rate_strip(visible: VisibleEvents, stream: StreamName, columns: Columns, y:
     rates = [amount / columns.seconds_each / scale for amount in amounts]
     possible = visible.timeline.streams.peak_tflops if compute else _link(visible.timeline, stream)
     mean, unit = sum(rates) / len(rates), "TFLOP/s" if compute else "GB/s"
-    name = row_name(
-        y, STRIP, unit if compute else f"{unit} {'in' if stream == 'inbound' else 'out'}", f"mean {figures(mean)}"
-    )
+    name = row_name(y, STRIP, unit + DIRECTIONS[stream], f"mean {figures(mean)}")
     top = _top(max(rates)) if possible is None else 1.08 * max(*rates, possible)
     return name + strip_row(rates, top, possible, "rate", columns, y, STRIP)
 
 
 def _link(timeline: Timeline, stream: StreamName) -> float | None:
     both = timeline.streams.link_gbs
-    return None if both is None else both[0 if stream == "inbound" else 1]
+    return None if both is None or stream in DISK_STREAMS else both[0 if stream == "inbound" else 1]
 
 
 def _memory_strip(samples: Sequence[tuple[float, float]], where: str, columns: Columns, y: float) -> str:

@@ -12,7 +12,7 @@ from llmb.perfmodel.offload.stream_timeline import StreamName, TimelineEvent
 from llmb.report.timeline.axis_units import duration, figures, marks, size
 from llmb.report.timeline.named_ranges import NamedRange
 from llmb.report.timeline.pixel_columns import Columns, runs, spread, stacked
-from llmb.report.timeline.task_kinds import WAIT, WorkKind, order, work_kind
+from llmb.report.timeline.task_kinds import DIRECTIONS, WAIT, WorkKind, order, work_kind
 from llmb.report.timeline.tracks import Wait
 
 CHARACTER = 6.9  # width of one, on the safe side, in the 11 to 12 pixel fonts used
@@ -175,13 +175,13 @@ def describe(event: TimelineEvent) -> str:
         f"{word} {value}" for word, value in (("layer", event.layer), ("chunk", event.chunk)) if value is not None
     ]
     seconds = event.end - event.start
-    direction = {"compute": "", "inbound": " in", "outbound": " out"}[event.stream]
     rate = ""
     if seconds > 0 and event.flops:
         rate = f", {figures(event.flops / seconds / 1e12)} TFLOP/s"
     elif seconds > 0 and event.bytes:
         rate = f", {size(event.bytes)} at {figures(event.bytes / seconds / 1e9)} GB/s"
-    return f"{', '.join([work_kind(event.stream, event.name).label + direction, *places])}: {duration(seconds)}{rate}"
+    label = work_kind(event.stream, event.name).label + DIRECTIONS[event.stream]
+    return f"{', '.join([label, *places])}: {duration(seconds)}{rate}"
 
 
 def strip_row(

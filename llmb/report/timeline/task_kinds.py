@@ -11,7 +11,14 @@ from typing import Literal
 from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
 
 Texture = Literal["plain", "slant", "cross", "dots", "bars", "rows"]
-STREAM_LABELS: dict[StreamName, str] = {"compute": "Compute", "inbound": "Copies in", "outbound": "Copies out"}
+STREAM_LABELS: dict[StreamName, str] = {
+    "compute": "Compute", "inbound": "Copies in", "outbound": "Copies out",
+    "disk_read": "Disk reads", "disk_write": "Disk writes",
+}  # fmt: skip
+# Behind the label of a kind of work, and behind a unit.
+DIRECTIONS: dict[StreamName, str] = {
+    "compute": "", "inbound": " in", "outbound": " out", "disk_read": " from disk", "disk_write": " to disk",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def time_breakdown(timeline: Timeline, start: float, end: float) -> TimeBreakdow
         work.seconds += inside
         work.flops += fraction * event.flops
         work.bytes += fraction * event.bytes
-    busy = {stream: clip(pairs, start, end) for stream, pairs in timeline.busy.items()}
+    busy = {stream: clip(timeline.busy[stream], start, end) for stream in timeline.shown_streams}
     cut = (Wait(max(w.start, start), min(w.end, end), w.copy) for w in timeline.waits)
     return TimeBreakdown(
         seconds=end - start,

@@ -10,7 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName, StreamTimeline, TimelineEvent
+from llmb.perfmodel.offload.stream_timeline import (
+    DEVICE_STREAMS,
+    DISK_STREAMS,
+    STREAMS,
+    StreamName,
+    StreamTimeline,
+    TimelineEvent,
+)
 from llmb.report.timeline.named_ranges import RANGE_LEVELS, NamedRange, RangeLevel, ranges
 
 Interval = tuple[float, float]
@@ -66,6 +73,11 @@ class Timeline:
             device_gib=tuple((use.time, use.device_bytes / GIB) for use in memory),
             host_gib=tuple((use.time, use.host_bytes / GIB) for use in memory),
         )
+
+    @property
+    def shown_streams(self) -> tuple[StreamName, ...]:
+        """Streams that pictures have: those of a disk only where one is used."""
+        return STREAMS if any(self.by_stream[stream] for stream in DISK_STREAMS) else DEVICE_STREAMS
 
     @property
     def steps(self) -> int:
