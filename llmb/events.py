@@ -162,6 +162,11 @@ class ServingFacts:
     power_joules: float | None = None  # the same, integrated from power samples
     energy_note: str | None = None  # why no energy was measured
     mean_power_w: float | None = None
+    verifications: int | None = None  # of draft tokens by the model, in the measured phase
+    draft_trials: tuple[int, ...] | None = None  # drafts that were compared with the model's own token, by position
+    draft_accepted: tuple[int, ...] | None = None  # of these, accepted
+    plain_tpot_ms: float | None = None  # of one batch of requests without drafts, before the measured phase
+    drafted_tpot_ms: float | None = None  # of the same requests with drafts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ def examples(verb: str, extra: str = "") -> list[str]:
         "-w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --gpu-type h200 --set mbs=2 --set steps=20",
         "-w pretrain_llama3.1 -s 405b --dtype fp8 --scale 16 --proxy --layout h100",
         "-w pretrain_nemotronh -s 56b --dtype fp8 --scale 32 --gpu-type h100 --one-rank",
+        "-w inference_llama3.1 -s 8b --dtype bf16 --scale 1 --proxy --set speculative_tokens=4 --set draft=layers:1",
         "--model Qwen3-8B/ --task serve",
         "--model config.json --task train --dtype fp8 --seqlen 8192",
     )

@@ -67,6 +67,7 @@ def _resolve(options: argparse.Namespace, recipes: dict[str, Any]) -> "RunConfig
 
     from llmb.cli.run_options import run_selection
     from llmb.config.native.departures import departure_lines
+    from llmb.config.native.speculation import refuse_drafts
     from llmb.config.resolve import resolve_all
     from llmb.config.run_list import tasks_for
     from llmb.config.spec import Inference
@@ -93,6 +94,7 @@ def _resolve(options: argparse.Namespace, recipes: dict[str, Any]) -> "RunConfig
             f"{config.target} with engine {config.engine} cannot be served; serve takes workloads of kind inference "
             "and the native engine"
         )
+    refuse_drafts(config)
     if config.machine.nodes > 1:
         raise ConfigError(
             f"{config.machine.gpus} GPUs are on {config.machine.nodes} nodes; a server runs on one machine"

@@ -15,6 +15,7 @@ from llmb.config.lr_schedule import LR_FIELDS, fill_lr_steps, with_default_lr
 from llmb.config.native.departures import adapt_to_engine, check_engine_support
 from llmb.config.native.number_formats import check_fp8_recipe
 from llmb.config.native.one_rank import with_one_rank
+from llmb.config.native.speculation import with_draft
 from llmb.config.parallel_layout import (
     accumulation_steps,
     check_has_experts,
@@ -183,6 +184,7 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     config = adapt_to_engine(config, {o.field for o in overrides})
     if request.proxy == "true-width":
         config = at_true_width(config, request.memory_gib)
+    config = with_draft(config)
     check_engine_support(config)
     return config
 

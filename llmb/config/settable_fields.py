@@ -8,6 +8,7 @@ Sections, field names and types are those of spec.py.
 import os
 from typing import Any
 
+from llmb.config.native.speculation import read_acceptance
 from llmb.config.overrides import Setting, parse_value
 from llmb.config.recipe import Recipe, Row
 from llmb.config.serialization import RENAMED_FIELDS, convert, field_types
@@ -15,11 +16,12 @@ from llmb.config.spec import Inference, Limits, OutOfCore, Override, Parallel, P
 from llmb.errors import ConfigError, UnknownName
 
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
-PATHS = {"data", "resume", "dataset", "weights", "export"}
+PATHS = {"data", "resume", "dataset", "weights", "export", "disk_path"}
 MAY_BE_ZERO = {
     "recompute_layers", "offload_layers", "profile_start", "seed", "lr_warmup_steps",
     "resident_params", "resident_grads", "resident_states", "activation_slots", "full_saves", "attention_saves",
-    "isl_spread", "osl_spread", "temperature", "top_k", "warmup_requests", "max_restarts",
+    "isl_spread", "osl_spread", "temperature", "speculative_tokens", "top_k", "warmup_requests", "max_restarts",
+    "disk_gib",
 }  # fmt: skip
 FRACTIONS = {"kv_fraction", "top_p"}  # at most 1
 HIGHEST = {"num_requests": 10_000_000, "warmup_requests": 10_000_000, "max_restarts": 10_000}  # all held in memory
@@ -27,7 +29,7 @@ HIGHEST_OF_OTHERS = 10**15
 # Fields that cannot be set: those of a shared section without meaning for a kind of run, and computed ones.
 WITHOUT_EFFECT = {
     "training": {"kv_dtype"},
-    "inference": {"fsdp", "cp", "etp", "vp", "overlap_gather", "overlap_reduce", "overlap_send"},
+    "inference": {"fsdp", "cp", "etp", "vp", "overlap_gather", "overlap_reduce", "overlap_send", "draft_model"},
     "outofcore": {"kv_dtype", "plan", "prediction", *(set(field_types(Parallel)) - {"dp"})},
 }
 
@@ -60,7 +62,12 @@ def apply_settings(values: Row, types: dict[str, Any], settings: list[Setting], 
         if setting.field not in types or setting.field in ("dp", "ga"):
             _refuse_unknown(setting, types, recipe)
         where = f"{setting.field} ({setting.source})"
-        value = parse_value(types[setting.field], setting.value, setting.field)
+        if setting.field == "draft_acceptance" and isinstance(setting.value, str):
+            value: Any = read_acceptance(setting.value)  # a run is complete without the file
+        else:
+            value = parse_value(types[setting.field], setting.value, setting.field)
+        if setting.field == "draft" and value is not None and os.path.isdir(os.path.expanduser(value)):
+            value = os.path.abspath(os.path.expanduser(value))
         if setting.field in PATHS and value is not None:
             value = os.path.abspath(os.path.expanduser(value))  # the engine runs in its run folder
         if setting.field not in ("mode", "use_case"):

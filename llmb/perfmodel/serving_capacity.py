@@ -12,6 +12,7 @@ others (`serving_time/cache_blocks.py`).
 import math
 from dataclasses import dataclass
 
+from llmb.config.native.speculation import draft_config
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Inference, RunConfig
 from llmb.perfmodel.block_costs import BLOCK_COSTS, block_stack
@@ -51,11 +52,13 @@ class CacheCapacity:
 def weight_bytes(config: RunConfig) -> float:
     """Return the weights of the rank with the most: matrices in the run's dtype, everything else in bf16 or wider.
 
-    Leaves out scales, and replicated KV heads where there are fewer of them than ranks.
+    A draft model's count too. Leaves out scales, and replicated KV heads where there are fewer of them than ranks.
     """
+    draft = draft_config(config)
     stages = stage_layers(config.model.layers, config.parallel.pp, None)
     last = len(stages) - 1
-    return max(_stage_bytes(config, layers, index == 0, index == last) for index, layers in enumerate(stages))
+    target = max(_stage_bytes(config, layers, index == 0, index == last) for index, layers in enumerate(stages))
+    return target if draft is None else target + weight_bytes(draft)
 
 
 def _stage_bytes(config: RunConfig, layers: range, first: bool, last: bool) -> float:
@@ -89,10 +92,14 @@ def _tensor_ranks(config: RunConfig) -> int:
 
 
 def token_bytes(config: RunConfig) -> float:
-    """Return the KV cache of one token on the stage with the most; MLA latents are replicated."""
-    model, ranks = config.model, _tensor_ranks(config)
+    """Return the KV cache of one token on the stage with the most, with that of a draft model.
+
+    MLA latents are replicated.
+    """
+    model, ranks, draft = config.model, _tensor_ranks(config), draft_config(config)
     shards = 1 if model.mla else min(ranks, model.kv_heads)
-    return kv_bytes_per_token(model, config.precision.kv_dtype) * _stage_fraction(config, "kv_values") / shards
+    target = kv_bytes_per_token(model, config.precision.kv_dtype) * _stage_fraction(config, "kv_values") / shards
+    return target if draft is None else target + token_bytes(draft)
 
 
 def window_token_bytes(config: RunConfig) -> float:
@@ -171,7 +178,8 @@ def _step_bytes_per_token(config: RunConfig) -> float:
 
 
 def _logit_bytes(config: RunConfig) -> float:
-    return _inference(config).max_batch_size * config.model.vocab * BYTES["fp32"]
+    work = _inference(config)
+    return work.max_batch_size * (1 + work.speculative_tokens) * config.model.vocab * BYTES["fp32"]
 
 
 def free_bytes(config: RunConfig) -> float | None:

@@ -41,6 +41,8 @@ NULLS = {
     "dataset": "none: random tokens of these lengths",
     "weights": "none: random",
     "warmup_requests": "a full batch",
+    "draft": "none: no speculative decoding",
+    "draft_acceptance": "none: drafts that equal the model's own tokens",
     "clip": "none: no clipping",
     "export": "none: not written",
     "data": "none: synthetic tokens",
@@ -104,7 +106,8 @@ def _text(config: RunConfig, name: str, value: Any) -> Any:
         experts = isinstance(config.workload, Training) and config.workload.fp8_experts
         return f"{value}: {FP8_SCALES[value]}" + ("; of experts per row and column" if experts else "")
     if isinstance(value, tuple):
-        return "-".join(map(str, value)) if value else EMPTY.get(name, "none")
+        separator = " " if name == "draft_acceptance" else "-"
+        return separator.join(map(str, value)) if value else EMPTY.get(name, "none")
     if value is None:
         return _null(config, name)
     return value

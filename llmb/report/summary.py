@@ -1,18 +1,19 @@
 """Text of a Result: each figure with its unit and a short explanation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llmb.report.goodput_text import goodput_text
 from llmb.report.load_summary import client_line, interval_line, load_distributions, load_rows
 from llmb.report.predictions.one_rank_text import one_rank_line, one_rank_rows
 from llmb.report.setting_text import precision_text
 from llmb.report.table import number, render, terminal_width
-from llmb.results.result import GpuTelemetry, PredictionCheck, Result
+from llmb.results.result import GpuTelemetry, PredictionCheck, Result, Speculation
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 FIGURE_HEADER = ("figure", "value", "unit", "what it says")
 DISTRIBUTION_HEADER = ("over requests", *STATISTICS, "unit", "what it says")
-NOTES = ("PROXY", "ONE_RANK", "NO_PEAK", "FAULT_INJECTION")  # warnings of what was requested, not of what went wrong
+# Warnings of what was requested, not of what went wrong.
+NOTES = ("PROXY", "ONE_RANK", "NO_PEAK", "FAULT_INJECTION", "FORCED_ACCEPTANCE")
 
 
 def summary(result: Result) -> str:
@@ -143,6 +144,8 @@ def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
         measured = f"{number(ceiling.tflops)} TFLOP/s, {number(ceiling.memory_gbs)} GB/s"
         yield "measured ceilings", measured, "", f"{ceiling.dtype} GEMMs and memory of one GPU, {ceiling.source}"
     yield from load_rows(result)
+    if result.speculation is not None:
+        yield from speculation_rows(result.speculation)
     yield from _resource_rows(result)
 
 
@@ -161,6 +164,27 @@ def distribution_rows(result: Result) -> Iterator[tuple[str | None, ...]]:
         if values:
             cells = (number(values[s]) if s in values else None for s in STATISTICS)
             yield name, *cells, unit, explanation
+
+
+def speculation_rows(drafts: Speculation) -> Iterator[tuple[str, str, str, str]]:
+    """Yield acceptance of drafts, and measured and modelled speed-up."""
+    how = "forced, of " if drafts.acceptance_forced else "of "
+    stated = "" if drafts.stated_acceptance is None else f"; stated {_rates(drafts.stated_acceptance)}"
+    yield "draft acceptance", _rates(drafts.acceptance), "", f"{how}each after those before it{stated}"
+    limit = f"of at most {drafts.tokens + 1} that a step verifies; draft {drafts.draft}"
+    yield "tokens per step", f"{drafts.tokens_per_step:.3f}", "tokens", limit
+    modelled = drafts.modelled_note or "not known"
+    if drafts.modelled_speedup is not None:
+        modelled = f"{drafts.modelled_speedup:.2f} x at this acceptance"
+        if drafts.speedup is not None:
+            modelled += f", measured / modelled {drafts.speedup / drafts.modelled_speedup:.3f}"
+    if drafts.speedup is not None:
+        tpots = f"TPOT {number(drafts.plain_tpot_ms or 0)} ms without, {number(drafts.drafted_tpot_ms or 0)} with"
+        yield "speed-up by drafts", f"{drafts.speedup:.2f}", "x", f"{tpots}, of one batch; modelled: {modelled}"
+
+
+def _rates(rates: Sequence[float | None]) -> str:
+    return " ".join("-" if rate is None else f"{rate:.3g}" for rate in rates)
 
 
 def _resource_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:

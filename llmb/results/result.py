@@ -113,6 +113,23 @@ class GpuTelemetry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Speculative decoding of a run: its draft model, what was accepted, and the speed-up of a request's decoding."""
+
+    draft: str
+    tokens: int  # drafts of a step
+    acceptance_forced: bool  # by stated probabilities: the text is not what the model would say
+    stated_acceptance: tuple[float, ...] | None  # this and the next: by position, of drafts whose predecessors stand
+    acceptance: tuple[float | None, ...]  # measured; null: none was compared
+    tokens_per_step: float  # that a verification emits, mean
+    plain_tpot_ms: float | None  # of one batch of requests without drafts, before the measured phase; mean
+    drafted_tpot_ms: float | None  # of the same requests with drafts
+    speedup: float | None  # the ratio of these two
+    modelled_speedup: float | None  # of a decode step at the measured acceptance; null: `modelled_note` says why
+    modelled_note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """One run in figures."""
 
@@ -200,6 +217,7 @@ class Result:
     kv_peak_use: float | None = None  # fraction of its blocks, 0 to 1
     weights_gib: float | None = None  # of one GPU
     weights_note: str | None = None  # how they are held, if not as requested
+    speculation: Speculation | None = None  # null: no speculative decoding
     energy_joules: float | None = None  # of all GPUs over the measured span
     energy_valid: bool | None = None  # counters and sampled power agree; null: only one of them is known
     energy_note: str | None = None  # why there is none

@@ -17,6 +17,7 @@ from llmb.perfmodel import metrics
 from llmb.perfmodel.hardware import GIB
 from llmb.results.load_figures import load_fields
 from llmb.results.result import Result
+from llmb.results.speculation_figures import speculation_fields
 
 RATES = ("duration_s", "request_throughput", "output_tokens_per_s", "total_tokens_per_s", "mean_concurrency")
 STREAMED = ("ttft_ms", "tpot_ms", "itl_ms", "output_speed_tokens_per_s", "output_speed_summary_tokens_per_s")
@@ -59,7 +60,7 @@ def serving_fields(events: Sequence[Event], config: RunConfig | None) -> dict:
     }
     latencies = metrics.request_latencies_ms(completed)
     fields |= _rates(completed, config.machine.gpus if config else None) | _latencies(completed, latencies)
-    fields |= _energy(facts, fields["output_tokens"], config)
+    fields |= _energy(facts, fields["output_tokens"], config) | speculation_fields(facts, config)
     work = serving_work(config)
     if work is not None and not work.streaming:
         fields |= dict.fromkeys(STREAMED)

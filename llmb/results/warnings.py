@@ -129,6 +129,10 @@ def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Even
         yield "CLIENT_BOUND", f"{100 * late:.0f} % of the load was missing: requests were sent late, not served slowly"
     if work.prefix_cache:
         yield "PREFIX_CACHE_ON", "prompts may be read from the cache; set prefix_cache=false to measure the engine"
+    if work.draft_acceptance is not None:
+        yield "FORCED_ACCEPTANCE", "drafts are accepted by stated chance: the speed of that acceptance, not the text"
+    elif work.draft_model is not None and work.weights is None:
+        yield "RANDOM_DRAFT", "random weights agree with their draft by chance; state draft_acceptance=FILE"
     if config.model.experts is not None and work.weights is None:
         yield "RANDOM_ROUTING", "random weights choose other experts than trained ones; set weights=FOLDER to be sure"
     if any(facts.dequantised for facts in engine_facts(events).values()):

@@ -2,8 +2,10 @@
 
 Admitting more than the cache will hold, only to preempt it later, means computing it twice. Each sequence grows by a
 token a step until it ends and frees its blocks. With sequences sorted by remaining steps, most first, exactly the first
-i + 1 still run when the i-th ends; the largest of these sums is the peak. A sequence that a token may stop early
-reserves only one more block. A wrong prediction costs time only: a sequence that gets no block is preempted.
+i + 1 still run when the i-th ends; the largest of these sums is the peak. Last blocks are half empty on average; where
+that says too much, as for sequences whose ends fill their blocks, those of the peak are counted. A sequence that a
+token may stop early reserves only one more block. A wrong prediction costs time only: a sequence that gets no block is
+preempted.
 
 Shapes: S running sequences, most remaining steps first.
 """
@@ -16,6 +18,8 @@ import numpy as np
 from llmb.errors import ConfigError
 from llmb.serve.kv_cache.block_pool import BlockPool
 from llmb.serve.request import Request, Sequence, has_fixed_length
+
+MOST_COUNTED = 16  # ends of sequences at which blocks are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,16 @@ def check_request(request: Request, limits: SchedulerLimits, pool: BlockPool) ->
     _check_lengths(name, len(request.prompt), request.max_tokens, limits, pool)
 
 
+def check_greedy(request: Request) -> None:
+    """Raise a ConfigError if speculative decoding, which verifies drafts by greedy equality, cannot serve a request."""
+    params = request.sampling_params
+    if params.temperature > 0 or params.logprobs is not None:
+        feature = f"temperature {params.temperature:g}" if params.temperature > 0 else "log probabilities"
+        raise ConfigError(
+            f"request {request.request_id} asks for {feature}: speculative decoding is greedy, without them"
+        )
+
+
 def _check_lengths(name: str, input_len: int, output_len: int, limits: SchedulerLimits, pool: BlockPool) -> None:
     lengths = f"{name} has {input_len} input and {output_len} output tokens"
     if input_len + output_len > limits.max_seq_len:
@@ -61,8 +75,7 @@ class AdmissionCheck:
     """Predicted cache usage of the running sequences, asked about one candidate after another."""
 
     def __init__(self, sequences: Iterable[Sequence], num_blocks: int, block_tokens: int):
-        self._capacity = num_blocks * block_tokens
-        self._block_tokens = block_tokens
+        self._num_blocks, self._block_tokens = num_blocks, block_tokens
         usage = sorted((self._usage(sequence) for sequence in sequences), reverse=True)
         self._remaining_S = np.array([remaining for remaining, _ in usage], dtype=np.int64)
         self._tokens_S = np.array([tokens for _, tokens in usage], dtype=np.int64)
@@ -73,11 +86,27 @@ class AdmissionCheck:
         index = int(np.searchsorted(-self._remaining_S, -remaining))
         remaining_S = np.insert(self._remaining_S, index, remaining)
         tokens_S = np.insert(self._tokens_S, index, tokens)
-        peak = int(np.max(np.cumsum(tokens_S) + remaining_S * np.arange(1, len(remaining_S) + 1)))
-        if peak > self._capacity and len(remaining_S) > 1:
+        usage_S = np.cumsum(tokens_S) + remaining_S * np.arange(1, len(remaining_S) + 1)
+        if len(remaining_S) > 1 and not self._fits(remaining_S, tokens_S, usage_S):
             return False
         self._remaining_S, self._tokens_S = remaining_S, tokens_S
         return True
+
+    def _fits(self, remaining_S: np.ndarray, tokens_S: np.ndarray, usage_S: np.ndarray) -> bool:
+        """Return whether the cache holds them until they end: by their blocks where the estimate exceeds it."""
+        exceeding = np.flatnonzero(usage_S > self._num_blocks * self._block_tokens)
+        if len(exceeding) > MOST_COUNTED:  # some of them, the peak included: each takes a pass over all sequences
+            some = exceeding[np.linspace(0, len(exceeding) - 1, MOST_COUNTED).astype(np.int64)]
+            exceeding = np.append(np.argmax(usage_S), some)
+        own_S = tokens_S - self._block_tokens // 2
+        return all(
+            self._count_blocks(own_S[: end + 1], remaining_S[: end + 1]) <= self._num_blocks for end in exceeding
+        )
+
+    def _count_blocks(self, own_S: np.ndarray, remaining_S: np.ndarray) -> int:
+        """Return the blocks of these sequences when the last ends, which is known, and frees them, a step later."""
+        tokens_S = own_S + np.minimum(remaining_S, remaining_S[-1] + 1)
+        return int(np.sum(-(-tokens_S // self._block_tokens)))
 
     def _usage(self, sequence: Sequence) -> tuple[int, int]:
         """Return its remaining steps and the tokens it occupies: its last block is half empty on average."""

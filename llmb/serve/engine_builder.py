@@ -7,15 +7,17 @@ the configured fraction of the memory that is left. It is never larger than a fu
 unless a prefix cache may use more. Layers with a sliding window have blocks of their own, which are freed behind the
 window, unless a prefix cache shares them (`perfmodel/serving_time/cache_blocks.py`). Ranks that schedule the same
 requests each for itself have caches of one size, that of the rank with the least memory: otherwise they would decide
-differently.
+differently. A draft model for speculative decoding has a cache of its own in the same blocks.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.native.serving_support import check_serving_layout
+from llmb.config.native.speculation import draft_config, drafts_by_first_layers
 from llmb.config.spec import Inference, RunConfig
 from llmb.ops.device_capabilities import check_dtypes
 from llmb.perfmodel.serving_time.cache_blocks import CacheBlocks, split_blocks, window_blocks
@@ -23,8 +25,10 @@ from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import SchedulerLimits
 from llmb.serve.engine import Engine
 from llmb.serve.group_collectives import DataParallelExperts, min_over_ranks
+from llmb.serve.input_staging import max_rows
 from llmb.serve.kv_cache.block_pool import BlockPool
 from llmb.serve.kv_cache.window_blocks import WindowBlocks
+from llmb.serve.layers.mixer import Mixer
 from llmb.serve.layers.served_linear import Format
 from llmb.serve.layers.served_model import ServedModel, ServingDtypes, build_served_model
 from llmb.serve.model_runner import TorchModelRunner
@@ -32,7 +36,9 @@ from llmb.serve.pipeline_runner import PipelineStageRunner
 from llmb.serve.rank_groups import RankGroups
 from llmb.serve.scheduler import Scheduler
 from llmb.serve.serve_layout import join_groups
-from llmb.serve.step_batch import StepInputs
+from llmb.serve.speculative.acceptance import Acceptance, ForcedAcceptance, GreedyAcceptance
+from llmb.serve.speculative.speculative_runner import SpeculativeRunner
+from llmb.serve.step_batch import ModelRunner, StepInputs
 from llmb.serve.step_graphs import GraphSize, decode_sizes, mixed_sizes
 from llmb.serve.weights.hf_folder import HfFolderWeights
 from llmb.serve.weights.weight_source import RandomWeights, WeightSource
@@ -61,27 +67,48 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int, short
     model = build_served_model(config.model, weight_source(config, device), serving_dtypes(config), groups)
     if rank_info.rank == 0 and config.model.window_layers and uses_prefix_cache(model, work):
         print("prefix_cache: layers with a sliding window keep whole sequences, to share their blocks", flush=True)
-    blocks = num_cache_blocks(model, work, max_seq_len)
+    draft = build_draft(config, device, groups)
+    blocks = num_cache_blocks(model, work, max_seq_len, draft)
     blocks = CacheBlocks(*(min_over_ranks(count, device) for count in (blocks.full, blocks.window)))
     if shorten_to_cache:
         max_seq_len = min(max_seq_len, blocks.full * work.block_tokens)
-    return engine_for_model(model, work, max_seq_len, blocks)
+    return engine_for_model(model, work, max_seq_len, blocks, draft)
 
 
-def engine_for_model(model: ServedModel, work: Inference, max_seq_len: int, blocks: CacheBlocks) -> Engine:
+def build_draft(config: RunConfig, device: torch.device, groups: RankGroups) -> ServedModel | None:
+    """Build the draft model of speculative decoding; None: the run has none."""
+    drafting = draft_config(config)
+    if drafting is None:
+        return None
+    source = weight_source(config if drafts_by_first_layers(config) else drafting, device)
+    return build_served_model(drafting.model, source, serving_dtypes(drafting), groups)
+
+
+def engine_for_model(
+    model: ServedModel, work: Inference, max_seq_len: int, blocks: CacheBlocks, draft: ServedModel | None = None
+) -> Engine:
     """Build an engine whose KV cache has so many blocks.
 
     A pipeline computes as many steps at once as it has stages, each of other sequences: a token has to be read by the
     host before the first stage can continue with it.
     """
     slots, device, stages = work.max_batch_size, model.groups.device, model.groups.stage.size
-    for mixer in model.mixers():
+    num_drafts = 0 if draft is None else work.speculative_tokens
+    for mixer in all_mixers(model, draft):
         group = blocks.window if mixer.window and blocks.window else blocks.full
         mixer.allocate(group, work.block_tokens, slots + 1, device)
-    sizes = graph_sizes(model, work) if uses_cuda_graphs(model.groups, work) else ()
+    has_graphs = uses_cuda_graphs(model.groups, work)
+    sizes = graph_sizes(model, work, max_rows(slots, num_drafts)) if has_graphs else ()
     runner_class = TorchModelRunner if stages == 1 else PipelineStageRunner
     num_tables = 2 if blocks.window else 1
-    runner = runner_class(model, slots, max_seq_len, work.block_tokens, work.max_num_tokens, sizes, num_tables)
+    lengths = (slots, max_seq_len, work.block_tokens, work.max_num_tokens)
+    runner: ModelRunner
+    runner = target = runner_class(model, *lengths, sizes, num_tables, num_drafts)
+    if draft is not None:
+        draft_sizes = graph_sizes(draft, work, max_rows(slots, 1)) if has_graphs else ()
+        runner = SpeculativeRunner(
+            target, TorchModelRunner(draft, *lengths, draft_sizes, target=target), acceptance_of(work)
+        )
     limits = SchedulerLimits(
         max_batch_size=slots,
         max_num_tokens=work.max_num_tokens,
@@ -93,17 +120,34 @@ def engine_for_model(model: ServedModel, work: Inference, max_seq_len: int, bloc
     if blocks.window:
         assert model.spec.window is not None
         windows = WindowBlocks(blocks.window, work.block_tokens, model.spec.window)
-    scheduler = Scheduler(pool, limits, async_scheduling=stages == 1, depth=stages, windows=windows)
+    scheduler = Scheduler(pool, limits, stages == 1 and draft is None, stages, windows, num_drafts)
     experts = model.groups.experts
     lockstep = experts.any_busy if isinstance(experts, DataParallelExperts) else None
-    return Engine(scheduler, runner, depth=max(1, stages - 1), lockstep=lockstep)
+    depth = max(1, stages - 1) if draft is None else 0  # which drafts stand decides what the next step computes
+    return Engine(scheduler, runner, depth=depth, lockstep=lockstep)
 
 
-def graph_sizes(model: ServedModel, work: Inference) -> tuple[GraphSize, ...]:
-    """Return the sizes of steps to capture; prefill chunks only if every layer computes them without host sizes."""
-    slots = work.max_batch_size
+def acceptance_of(work: Inference) -> Acceptance:
+    """Return how drafts are accepted: by greedy equality, or by stated probabilities."""
+    if work.draft_acceptance is None:
+        return GreedyAcceptance()
+    return ForcedAcceptance(work.draft_acceptance, work.seed)
+
+
+def all_mixers(model: ServedModel, draft: ServedModel | None) -> Iterator[Mixer]:
+    """Yield the sublayers that share blocks: those of the model, and those of its draft model."""
+    yield from model.mixers()
+    if draft is not None:
+        yield from draft.mixers()
+
+
+def graph_sizes(model: ServedModel, work: Inference, rows: int) -> tuple[GraphSize, ...]:
+    """Return the sizes of steps to capture, with up to so many decodes.
+
+    Prefill chunks only if every layer computes them without host sizes.
+    """
     captures_prefill = all(mixer.captures_prefill for mixer in model.mixers())
-    return decode_sizes(slots) + (mixed_sizes(slots, work.max_num_tokens) if captures_prefill else ())
+    return decode_sizes(rows) + (mixed_sizes(rows, work.max_num_tokens) if captures_prefill else ())
 
 
 def uses_cuda_graphs(groups: RankGroups, work: Inference) -> bool:
@@ -138,13 +182,15 @@ def serving_dtypes(config: RunConfig) -> ServingDtypes:
     return ServingDtypes(dtype, formats.get(precision.dtype, "plain"), kv_dtype)
 
 
-def num_cache_blocks(model: ServedModel, work: Inference, max_seq_len: int) -> CacheBlocks:
+def num_cache_blocks(
+    model: ServedModel, work: Inference, max_seq_len: int, draft: ServedModel | None = None
+) -> CacheBlocks:
     """Return how many blocks the KV cache gets; at least one in each group of layers."""
     full_batch = work.max_batch_size * -(-max_seq_len // work.block_tokens)
     state_bytes = (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in model.mixers())
     cache_bytes = max(0, int(available_bytes(model, work) * work.kv_fraction) - state_bytes)
     windows = full_batch_windows(model, work, max_seq_len)
-    blocks = split_blocks(cache_bytes, *block_bytes(model, work), windows, full_batch)
+    blocks = split_blocks(cache_bytes, *block_bytes(model, work, draft), windows, full_batch)
     full = max(1, blocks.full if uses_prefix_cache(model, work) else min(full_batch, blocks.full))
     return CacheBlocks(full, max(1, blocks.window) if windows else 0)
 
@@ -160,10 +206,10 @@ def full_batch_windows(model: ServedModel, work: Inference, max_seq_len: int) ->
     )
 
 
-def block_bytes(model: ServedModel, work: Inference) -> tuple[int, int]:
+def block_bytes(model: ServedModel, work: Inference, draft: ServedModel | None = None) -> tuple[int, int]:
     """Return the bytes of a block in all layers with full attention, and in all with a sliding window."""
-    windowed = sum(mixer.bytes_per_token for mixer in model.mixers() if mixer.window)
-    full = sum(mixer.bytes_per_token for mixer in model.mixers()) - windowed
+    windowed = sum(mixer.bytes_per_token for mixer in all_mixers(model, draft) if mixer.window)
+    full = sum(mixer.bytes_per_token for mixer in all_mixers(model, draft)) - windowed
     return work.block_tokens * full, work.block_tokens * windowed
 
 
@@ -204,7 +250,8 @@ def _profile_largest_step(model: ServedModel, work: Inference) -> None:
         x_NC = model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
     x_NC = model.forward(x_NC, inputs)
     if model.groups.stage.is_last:
-        model.logits(x_NC, torch.zeros(work.max_batch_size, dtype=torch.int64, device=device)).argmax(dim=-1)
+        rows = max_rows(work.max_batch_size, work.speculative_tokens)
+        model.logits(x_NC, torch.zeros(rows, dtype=torch.int64, device=device)).argmax(dim=-1)
     torch.cuda.synchronize(device)
 
 

@@ -20,8 +20,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from llmb.ops.attention.attention_metadata import AttentionMetadata
+from llmb.ops.gemm.skinny_gemm import MAX_TOKENS
 from llmb.serve.request import Sequence
-from llmb.serve.step_batch import StepBatch, StepInputs
+from llmb.serve.step_batch import ScheduledChunk, StepBatch, StepInputs
 
 NUM_HOST_BUFFERS = 4  # more than steps that can be launched at once
 
@@ -57,8 +58,9 @@ class StepBuffer:
         n, p, s, tables = sizes.num_tokens, sizes.num_seqs, sizes.num_samples, sizes.num_tables
         self.int64s, self.int32s, self.sizes = int64s[: sizes.num_int64], int32s[: sizes.num_int32], sizes
         views = self.int64s.split((n, n, n, p, s, s, *[n] * (tables - 1)))
-        # A token of -1 - slot stands for the last token of that slot, which only the device has. Sampled tokens come
-        # from the rows `logits_indices_S` of the N and become the last tokens of the slots `sample_slots_S`.
+        # A token of -1 - i stands for the i-th of the tokens that only the device has: the last of slot i, or a draft
+        # (`InputStaging`). Sampled tokens come from the rows `logits_indices_S` of the N and become those of the
+        # indices `sample_slots_S`.
         self.tokens_N, self.positions_N, slot_mapping_N, self.slots_P = views[:4]
         self.logits_indices_S, self.sample_slots_S = views[4:6]
         self.slot_mappings = (slot_mapping_N, *views[6:])  # of all layers, or of full and windowed ones
@@ -90,7 +92,11 @@ class StepBuffer:
             padded_prefills=self.sizes.num_prefills if max_query_len else 0,
         )
         inputs = StepInputs(
-            positions_N=self.positions_N, slot_mapping_N=self.slot_mappings[0], slots_P=self.slots_P, **vars(metadata)
+            positions_N=self.positions_N,
+            slot_mapping_N=self.slot_mappings[0],
+            slots_P=self.slots_P,
+            repeats_sequences=batch.repeats_sequences,
+            **vars(metadata),
         )
         if self.sizes.num_tables == 1:
             return inputs
@@ -101,7 +107,8 @@ class StepBuffer:
 class InputStaging:
     """Host buffers and block tables. `slots`: sequences that may run; slot number `slots` is reserved for padding.
 
-    `max_padding`: rows of padding that a step may have beyond the slots. `num_tables`: as in StepSizes.
+    `max_padding`: rows of padding that a step may have beyond `max_rows`. `num_tables`: as in StepSizes. `num_drafts`:
+    draft tokens of a sequence, each of them a row of its own.
     """
 
     def __init__(
@@ -114,15 +121,18 @@ class InputStaging:
         num_buffers: int = NUM_HOST_BUFFERS,
         max_padding: int = 0,
         num_tables: int = 1,
+        num_drafts: int = 0,
     ):
+        self.max_rows = max_rows(slots, num_drafts)
+        self.num_drafts = num_drafts
         self.slots, self.num_blocks, self.block_tokens, self.device = slots, num_blocks, block_tokens, device
         self.num_tables = num_tables
         self._block_tables = np.zeros((num_tables, slots, num_blocks), dtype=np.int32)  # of each slot
         sizes = StepSizes(
-            num_tokens=max(max_num_tokens, slots),
-            num_decodes=slots,
+            num_tokens=max(max_num_tokens, slots) + (self.max_rows if num_drafts else 0),
+            num_decodes=self.max_rows,
             num_prefills=max_padding,
-            num_samples=slots,
+            num_samples=self.max_rows,
             num_blocks=num_blocks,
             num_tables=num_tables,
         )
@@ -154,13 +164,13 @@ class InputStaging:
         block_N, offset_N = np.divmod(positions_N, self.block_tokens)
         slots_N = np.repeat(slots_P, counts_P)
 
-        tokens_N = [token for chunk in chunks for token in _tokens(chunk.sequence, chunk.start, chunk.end)]
+        tokens_N = [token for chunk in chunks for token in self._tokens(chunk)]
         _fill_padded(host.tokens_N, tokens_N, 0)
         _fill_padded(host.positions_N, positions_N, 0)
         for table, slot_mapping_N in zip(self._block_tables, host.slot_mappings, strict=True):
             _fill_padded(slot_mapping_N, table[slots_N, block_N].astype(np.int64) * self.block_tokens + offset_N, -1)
         _fill_padded(host.logits_indices_S, cu_seqlens_P1[1:][sampling_S] - 1, 0)
-        _fill_padded(host.sample_slots_S, slots_P[sampling_S], self.slots)
+        _fill_padded(host.sample_slots_S, self._sample_slots(batch, slots_P)[sampling_S], self.slots)
 
         # Decodes are padded to their number, then prefill chunks to theirs. The tokens of both are without a gap.
         rows_P = np.arange(len(chunks))
@@ -174,6 +184,20 @@ class InputStaging:
         if sizes.num_prefills:
             starts_P1[sizes.num_decodes :] = cu_seqlens_P1[-1]
             starts_P1[sizes.num_decodes :][: len(chunks) - num_decodes] = cu_seqlens_P1[num_decodes:-1]
+
+    def _tokens(self, chunk: ScheduledChunk) -> list[int]:
+        """Return the tokens of a chunk; -1 - i stands for one that only the device has, as its i-th last token."""
+        if chunk.draft:
+            return [-1 - chunk.draft * (self.slots + 1) - _slot(chunk.sequence)]
+        tokens = chunk.sequence.token_ids[chunk.start : chunk.end]
+        return tokens if len(tokens) == chunk.num_tokens else [*tokens, -1 - _slot(chunk.sequence)]
+
+    def _sample_slots(self, batch: StepBatch, slots_P: np.ndarray) -> np.ndarray:
+        """Return where the token that follows each chunk is stored: of slot s and draft i at i * (slots + 1) + s."""
+        if not self.num_drafts:
+            return slots_P
+        drafts_P = np.fromiter((chunk.draft for chunk in batch.chunks), np.int64, len(batch.chunks))
+        return slots_P + (drafts_P + batch.samples_drafts) * (self.slots + 1)
 
     def _update_block_tables(self, batch: StepBatch) -> None:
         """Add the blocks that sequences were given since their last step."""
@@ -200,10 +224,9 @@ def _fill_rows(tensor: Tensor, rows: np.ndarray, values: np.ndarray, padding: in
     array[rows] = values
 
 
-def _tokens(sequence: Sequence, start: int, end: int) -> list[int]:
-    """Return the tokens of these positions, with a reference to the sequence's slot in place of a pending one."""
-    tokens = sequence.token_ids[start:end]
-    return tokens if len(tokens) == end - start else [*tokens, -1 - _slot(sequence)]
+def max_rows(slots: int, num_drafts: int) -> int:
+    """Return the most one-token rows of a step; with drafts there is a graph of more than skinny GEMMs take."""
+    return max(slots * (1 + num_drafts), 2 * MAX_TOKENS) if num_drafts else slots
 
 
 def _slot(sequence: Sequence) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmb.serve.input_staging import NUM_HOST_BUFFERS, InputStaging, StepBuffer, StepSizes
+from llmb.serve.input_staging import NUM_HOST_BUFFERS, InputStaging, StepBuffer, StepSizes, max_rows
 from llmb.serve.layers.served_model import ServedModel
 from llmb.serve.rank_groups import PendingTransfer
 from llmb.serve.request import TokenLogprobs
@@ -48,7 +48,10 @@ EMPTY_STEP = LaunchedStep(torch.empty(0, dtype=torch.int64))
 
 
 class TorchModelRunner:
-    """A model with its KV cache, and the last token of each slot."""
+    """A model with its KV cache, and the last token of each slot.
+
+    `num_drafts`: draft tokens that follow it. A draft model has those, and the block tables, of its `target`.
+    """
 
     def __init__(
         self,
@@ -59,15 +62,24 @@ class TorchModelRunner:
         max_num_tokens: int,
         graph_sizes: tuple[GraphSize, ...] = (),
         num_tables: int = 1,
+        num_drafts: int = 0,
+        target: "TorchModelRunner | None" = None,
     ):
         self.model, self.device = model, model.groups.device
-        num_blocks = -(-max_seq_len // block_tokens)
-        num_buffers = max(NUM_HOST_BUFFERS, model.groups.stage.size + 1)  # one launched step per pipeline stage
-        max_padding = max((size.num_decodes + size.num_prefills - slots for size in graph_sizes), default=0)
-        self.staging = InputStaging(
-            slots, num_blocks, block_tokens, max_num_tokens, self.device, num_buffers, max_padding, num_tables
-        )
-        self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last slot is padding
+        if target is None:
+            num_blocks = -(-max_seq_len // block_tokens)
+            # One launched step per pipeline stage, or the steps of a draft model before one.
+            num_buffers = max(NUM_HOST_BUFFERS, model.groups.stage.size + 1, num_drafts + 3)
+            rows = max_rows(slots, num_drafts)
+            max_padding = max((size.num_decodes + size.num_prefills - rows for size in graph_sizes), default=0)
+            self.staging = InputStaging(
+                slots, num_blocks, block_tokens, max_num_tokens, self.device, num_buffers, max_padding, num_tables,
+                num_drafts,
+            )  # fmt: skip
+            tokens = (1 + num_drafts) * (slots + 1)  # the last slot is padding
+            self.last_tokens = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        else:
+            self.staging, self.last_tokens = target.staging, target.last_tokens
         self.graphs = StepGraphs(self.staging, self.compute, max_seq_len, self.last_tokens, graph_sizes)
         # It determines the number of KV splits: those of the graphs are compiled, others would be while users wait.
         self._graph_seq_len = max_seq_len if self.graphs.decode_sizes else None
@@ -77,11 +89,15 @@ class TorchModelRunner:
         """Launch the step, unless no rank of the expert group has tokens to compute."""
         if not self.model.groups.experts.begin_step(batch.num_tokens):
             return EMPTY_STEP
-        output = self.graphs.launch(batch) or self.compute(*self.upload(batch))
+        output = self.run(batch)
         chunks = batch.sampling_chunks
         tokens_S = self.sample(output, chunks)
         step = self.copy_to_host(tokens_S, self.logprobs(output, tokens_S, chunks))
         return replace(step, graph_size=output.graph_size)
+
+    def run(self, batch: StepBatch) -> StepOutput:
+        """Replay the graph of a step, or compute it kernel by kernel; its greedy tokens stay on the device."""
+        return self.graphs.launch(batch) or self.compute(*self.upload(batch))
 
     def compute(self, buffer: StepBuffer, inputs: StepInputs) -> StepOutput:
         """Run the whole step, from input tokens to greedy tokens."""

@@ -14,11 +14,11 @@ itself decide alike.
 from collections import OrderedDict
 
 from llmb.errors import ConfigError
-from llmb.serve.admission import AdmissionCheck, SchedulerLimits, check_request
+from llmb.serve.admission import AdmissionCheck, SchedulerLimits, check_greedy, check_request
 from llmb.serve.kv_cache.block_pool import BlockPool, extend_block_hashes
 from llmb.serve.kv_cache.window_blocks import WindowBlocks
 from llmb.serve.request import FinishReason, Request, Sequence, check_stop
-from llmb.serve.step_batch import ScheduledChunk, StepBatch
+from llmb.serve.step_batch import REJECTED, ScheduledChunk, StepBatch
 
 
 class Scheduler:
@@ -27,6 +27,9 @@ class Scheduler:
     `async_scheduling`: a sequence may be scheduled while its last token is unread. Without (the token has to come back
     to the host first), decodes are spread over `depth` steps, so that as many steps can be launched at once.
     `windows`: blocks of layers with a sliding window; without, those layers have the same blocks as all others.
+    `num_drafts`: tokens that a draft model proposes after the newest one of a decoding sequence. Each is a chunk of its
+    own, computed in the same step. Rejected ones are rolled back: their keys and values are overwritten by the next
+    step, so each step has to be read before the next is scheduled.
     """
 
     def __init__(
@@ -36,8 +39,10 @@ class Scheduler:
         async_scheduling: bool = True,
         depth: int = 1,
         windows: WindowBlocks | None = None,
+        num_drafts: int = 0,
     ):
         self.pool = pool
+        self.num_drafts = num_drafts
         self.windows = windows
         self.limits = limits
         self.async_scheduling = async_scheduling
@@ -65,6 +70,8 @@ class Scheduler:
         if request.request_id in self.waiting or request.request_id in self.running:
             raise ConfigError(f"request {request.request_id} is not finished yet: give each request a unique id")
         check_request(request, self.limits, self.pool)
+        if self.num_drafts:
+            check_greedy(request)
         self.waiting[request.request_id] = Sequence(request=request, token_ids=list(request.prompt))
 
     def cancel(self, request_id: int) -> Sequence | None:
@@ -85,12 +92,13 @@ class Scheduler:
             self._admit(chunks)
         if not self.async_scheduling:
             self._unread.update(chunk.sequence for chunk in chunks)
-        return StepBatch(chunks)
+        return StepBatch(chunks, repeats_sequences=self.num_drafts > 0)
 
     def update_from_output(self, batch: StepBatch, tokens: list[int]) -> list[Sequence]:
         """Append the tokens that a step has sampled, call `on_token`, and return the sequences that finish.
 
-        Tokens of sequences that have ended in the meantime are dropped.
+        Tokens of sequences that have ended in the meantime are dropped. A chunk whose draft token was rejected has the
+        token REJECTED: it is as if it had not been computed.
         """
         finished = []
         sampled = iter(tokens)
@@ -104,6 +112,9 @@ class Scheduler:
                 continue
             if token is not None:
                 sequence.num_pending_tokens -= 1
+                if token == REJECTED:
+                    sequence.num_computed_tokens -= 1
+                    continue
                 sequence.token_ids.append(token)
             if self.pool.prefix_cache and chunk.end // block_tokens > chunk.start // block_tokens:
                 self._cache_full_blocks(chunk)
@@ -126,7 +137,7 @@ class Scheduler:
     def _schedule_decodes(self, chunks: list[ScheduledChunk]) -> list[Sequence]:
         """Schedule every sequence with a single token to compute; return those whose prefill is unfinished."""
         max_decodes = self.limits.max_num_tokens
-        if not self.async_scheduling:
+        if not self.async_scheduling and not self.num_drafts:
             max_decodes = min(max_decodes, -(-len(self.running) // self.depth))
         block_tokens = self.pool.block_tokens
         prefills = []
@@ -144,7 +155,21 @@ class Scheduler:
                 sequence.num_computed_tokens = num_tokens
                 sequence.num_pending_tokens += 1
                 chunks.append(ScheduledChunk(sequence, start, 1, True))
+                if self.num_drafts:
+                    self._schedule_drafts(chunks, sequence)
         return prefills
+
+    def _schedule_drafts(self, chunks: list[ScheduledChunk], sequence: Sequence) -> None:
+        """Schedule draft tokens after the newest token, as far as the output, the budget and free blocks allow."""
+        request, start = sequence.request, sequence.num_computed_tokens
+        left = len(request.prompt) + request.max_tokens - sequence.num_tokens
+        drafts = min(self.num_drafts, left, self.limits.max_num_tokens - len(chunks))
+        for _ in range(min(self.pool.num_blocks_for(start + drafts) - len(sequence.block_ids), self.pool.num_free)):
+            sequence.block_ids.append(self.pool.allocate())
+        drafts = min(drafts, len(sequence.block_ids) * self.pool.block_tokens - start)
+        chunks += [ScheduledChunk(sequence, start + draft, 1, True, draft + 1) for draft in range(drafts)]
+        sequence.num_computed_tokens += drafts
+        sequence.num_pending_tokens += drafts
 
     def _append_block(self, sequence: Sequence) -> bool:
         """Give a running sequence one more block, preempting the sequences admitted last, itself included, if needed.

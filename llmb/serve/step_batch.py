@@ -15,6 +15,8 @@ from torch import Tensor
 from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.serve.request import Sequence, TokenLogprobs
 
+REJECTED = -1  # in place of the token that follows a draft token which the model does not confirm
+
 
 @dataclass(slots=True, eq=False)  # thousands are created each step: frozen they take three times as long
 class ScheduledChunk:
@@ -24,6 +26,7 @@ class ScheduledChunk:
     start: int
     num_tokens: int
     samples: bool  # its last token is the sequence's newest, so the step samples the next one
+    draft: int = 0  # its one token is this draft token after the sequence's newest, which only the device has; 0: none
 
     @property
     def end(self) -> int:
@@ -35,6 +38,8 @@ class StepBatch:
     """The chunks that the device computes next; empty if this rank only joins the collectives of others."""
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
+    repeats_sequences: bool = False  # several chunks of one token may be of one sequence
+    samples_drafts: bool = False  # of a draft model: what follows draft token i is draft token i + 1
 
     @property
     def num_tokens(self) -> int:
@@ -98,3 +103,4 @@ class StepInputs(AttentionMetadata):
     local_sin_ND: Tensor | None = None
     window_metadata: AttentionMetadata | None = None  # of those layers, if they have blocks of their own
     window_slot_mapping_N: Tensor | None = None
+    repeats_sequences: bool = False  # several decodes may be of one sequence, and read each other's keys and values

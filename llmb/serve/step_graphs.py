@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llmb.ops.gemm.skinny_gemm import MAX_TOKENS
 from llmb.perfmodel.serving_time.graph_sizes import decode_graph_sizes, mixed_graph_tokens
 from llmb.serve.input_staging import InputStaging, StepBuffer, StepSizes
 from llmb.serve.step_batch import StepBatch, StepInputs
@@ -112,8 +113,11 @@ class StepGraphs:
         if not self._sizes or not batch.chunks:
             return None
         needed = batch_size(batch)
-        if not needed.num_prefills and not batch.is_decode_only:
+        if not (needed.num_prefills or batch.is_decode_only or batch.samples_drafts):
             return None
+        if batch.repeats_sequences:  # the attention of smaller graphs writes the cache that other rows read
+            rows = max(needed.num_decodes, MAX_TOKENS + 1)
+            needed = needed._replace(num_decodes=rows, num_tokens=max(needed.num_tokens, rows))
         size = next((size for size in self._sizes if size.fits(needed)), None)
         if size is None:
             return None
@@ -151,12 +155,12 @@ def batch_size(batch: StepBatch) -> BatchSize:
 
 
 def padded_sizes(size: GraphSize, staging: InputStaging) -> StepSizes:
-    """Return the sizes of the tensors of a captured step; no more sequences sample than there are slots."""
+    """Return the sizes of the tensors of a captured step; no more rows sample than there are."""
     return StepSizes(
         num_tokens=size.num_tokens,
         num_decodes=size.num_decodes,
         num_prefills=size.num_prefills,
-        num_samples=min(size.num_decodes + size.num_prefills, staging.slots),
+        num_samples=min(size.num_decodes + size.num_prefills, staging.max_rows),
         num_blocks=staging.num_blocks,
         num_tables=staging.num_tables,
     )

@@ -227,3 +227,15 @@ def test_infer_program_runs_on_any_machine(tmp_path):
         assert title in done.stdout
     assert "seconds in all" in done.stdout
     assert (tmp_path / "results.json").stat().st_size > 1000
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", ["last_wave_gpu.py", "speculative_gpu.py"])
+def test_program_of_batches_and_drafts_runs_on_any_machine(tmp_path, program):
+    done = subprocess.run(
+        [sys.executable, BENCH / program, "--tiny", "--json", tmp_path / "results.json"],
+        capture_output=True, text=True, cwd=BENCH.parent, env={"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "batch" in done.stdout
+    assert (tmp_path / "results.json").stat().st_size > 50

@@ -18,6 +18,7 @@ from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 
 SERVING = "cuda_graphs=false instead of the recipe's true (native engine: CUDA graphs of serving do not capture "
+BATCH = "max_batch_size=3334 instead of the recipe's 3328 (native engine: a last wave of 48 of 30000 requests would "
 PIPELINE = "cuda_graphs=false instead of the recipe's true (native engine: the pipeline schedule launches from the host"
 
 
@@ -54,7 +55,8 @@ def test_every_serving_row_runs_or_departs_on_record(recipes):
             check_engine_support(config)
             several = config.machine.gpus > 1
             assert config.workload.cuda_graphs is not several
-            assert [line.startswith(SERVING) for line in departures(config)] == [True] * several
+            lines = [line for line in departures(config) if not line.startswith(BATCH)]
+            assert [line.startswith(SERVING) for line in lines] == [True] * several
 
 
 @pytest.mark.nightly  # each plan takes seconds

@@ -1,17 +1,23 @@
 """Resolving a recipe row of serving: documented variables, use cases, layouts that cannot serve."""
 
+import json
 import re
+from dataclasses import replace
 
 import pytest
 from recipe_requests import ALL, overrides
 
-from llmb.config.native.departures import is_departure
+from llmb.config.native.departures import departures, is_departure
 from llmb.config.overrides import from_environment
 from llmb.config.parallel_layout import check_serving
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.config.spec import Parallel
+from llmb.config.serialization import build, to_plain
+from llmb.config.spec import Parallel, RunConfig
 from llmb.errors import ConfigError
+from llmb.perfmodel.serving_capacity import token_bytes, weight_bytes
+from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
+from llmb.perfmodel.serving_time.serving_predictor import predict_serving, running_requests
 
 
 def serve(workload="inference_llama3.1", size="8b", dtype="fp8", gpus=1, gpu="h200", environ=None, **more):
@@ -194,3 +200,99 @@ def test_reference_throughput_is_that_of_the_newer_engine():
     assert serve(environ={"STREAMING": "false"}).reference is None
     assert serve(environ={"WEIGHTS": "/w"}).reference is not None
     assert serve(dtype="bf16").reference is None
+
+
+def test_few_requests_beyond_the_batch_join_it_on_record():
+    config = serve(settings={"num_requests": "900"})
+    assert config.workload.max_batch_size == 900
+    (line,) = departures(config)
+    change = "max_batch_size=900 instead of the recipe's 896"
+    assert line == f"{change} (native engine: a last wave of 4 of 900 requests would run alone)"
+    assert running_requests(serving_setup_of(config)) == 900
+    assert serve(settings={"num_requests": "1800"}).workload.max_batch_size == 900  # two waves
+    proxy = serve(gpu=None, dtype="bf16", proxy="small", settings={"num_requests": "17", "concurrency": "17"})
+    assert (proxy.workload.max_batch_size, proxy.recipe_row["max_batch_size"]) == (17, 16)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_requests": "896"},
+        {"num_requests": "1200"},  # not few
+        {"num_requests": "940"},  # the cache holds 930
+        {"num_requests": "900", "concurrency": "898"},  # a limit of the load stays one
+        {"num_requests": "900", "max_batch_size": "896"},  # and one of the user
+        {"num_requests": "900", "max_num_tokens": "898"},
+    ],
+)
+def test_batch_stays_that_of_the_row(settings):
+    config = serve(settings=settings)
+    assert config.workload.max_batch_size == 896
+    assert not [override for override in config.overrides if override.source.startswith("native")]
+
+
+def test_predicted_run_of_few_requests_beyond_the_batch_is_within_5_percent_of_its_steady_speed():
+    loads = {"num_requests": "8960"}, {"num_requests": "900", "max_batch_size": "896"}, {"num_requests": "900"}
+    setups = [serving_setup_of(serve(settings=settings)) for settings in loads]
+    steady, with_last_wave, balanced = (predict_serving(setup).output_tokens_per_s for setup in setups)
+    assert with_last_wave < 0.93 * steady
+    assert balanced > 0.96 * steady
+
+
+DRAFTS = {"speculative_tokens": "3", "draft": "llama3.2-1b", "max_batch_size": "64", "concurrency": "64"}
+
+
+def test_draft_model_and_stated_acceptance_are_part_of_the_run(tmp_path):
+    file = tmp_path / "acceptance.yaml"
+    file.write_text("[0.9, 0.8, 0]")
+    config = serve(settings={**DRAFTS, "draft_acceptance": str(file)})
+    work = config.workload
+    assert work.draft_acceptance == (0.9, 0.8, 0.0)
+    assert (work.draft_model.layers, work.draft_model.vocab) == (16, config.model.vocab)
+    assert build(RunConfig, json.loads(json.dumps(to_plain(config)))) == config
+    plain = serve(settings={name: DRAFTS[name] for name in ("max_batch_size", "concurrency")})
+    assert weight_bytes(config) - weight_bytes(plain) > 1e9  # in fp8, embedding and head in bf16
+    assert token_bytes(config) == token_bytes(plain) * (32 * 8 * 128 + 16 * 8 * 64) / (32 * 8 * 128)
+    first = serve(gpu=None, dtype="bf16", proxy="small", settings={"speculative_tokens": "2", "draft": "layers:1"})
+    assert first.workload.draft_model == replace(first.model, layers=1, name=first.workload.draft_model.name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft": "none"}, "speculative_tokens=3 needs a draft model; set draft: layers:N for its first N layers"),
+        ({"speculative_tokens": "0"}, "draft has no effect without drafts; set speculative_tokens=N"),
+        ({"speculative_tokens": "17"}, "speculative_tokens=17: at most 16"),
+        ({"draft": "layers:32"}, "draft=layers:32: Llama-3.1-8B has 32 layers; choose layers:N with N below that"),
+        ({"draft": "layers:x"}, "draft=layers:x: Llama-3.1-8B has 32 layers"),
+        ({"draft": "no/folder"}, "draft=no/folder is no weights folder: it holds no config.json"),
+        ({"draft": "llama"}, "unknown draft 'llama' (did you mean llama2-7b?); choices are: layers:N, "),
+        ({"draft": "qwen3-8b"}, "draft=qwen3-8b: its vocabulary has 151936 tokens and that of Llama-3.1-8B 128256"),
+        ({"draft": "deepseek-r1"}, "draft=deepseek-r1: a published draft is a dense model"),
+        (
+            {"draft": "nemotron-h-8b"},
+            "speculative_tokens: Nemotron-H-8B has Mamba layers, whose state is not rolled back",
+        ),
+        ({"draft": "gpt-oss-20b"}, "draft=gpt-oss-20b: a published draft is a dense model without sliding windows"),
+        ({"temperature": "0.5"}, "temperature=0.5: drafts are verified by greedy equality, not by rejection sampling"),
+        ({"max_num_tokens": "255"}, "set MAX_NUM_TOKENS=256 or MAX_BATCH_SIZE=63"),
+        ({"engine": "trtllm"}, "speculative_tokens has no effect with the engine trtllm"),
+        ({"draft_acceptance": "[0.5, 0.5]"}, "draft_acceptance has 2 positions and speculative_tokens is 3"),
+        ({"draft_acceptance": "[0.5, 1.5, 0.5]"}, "position 2 has 1.5; it must be 0 to 1"),
+        ({"draft_acceptance": "a: 1"}, "must hold one probability for each draft position, such as [0.8, 0.7, 0.6]"),
+        ({"draft_acceptance": "[0.5, true, 0.5]"}, "must hold one probability for each draft position"),
+    ],
+)
+def test_speculation_that_cannot_be_had_is_refused(tmp_path, changes, message):
+    if "draft_acceptance" in changes:
+        (tmp_path / "file.json").write_text(changes["draft_acceptance"])
+        changes = {"draft_acceptance": str(tmp_path / "file.json")}
+    with pytest.raises(ConfigError) as refusal:
+        serve(settings={**DRAFTS, **changes})
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_speculation_on_several_gpus_is_refused():
+    with pytest.raises(ConfigError, match="speculative_tokens on 2 GPUs: it runs on one"):
+        serve(size="70b", dtype="bf16", gpus=2, settings=DRAFTS)

@@ -226,7 +226,7 @@ class EagerReplays:
     def launch(self, batch: StepBatch) -> StepOutput | None:
         needed = batch_size(batch)
         size = next((size for size in self.sizes if batch.chunks and size.fits(needed)), None)
-        if size is None or not (needed.num_prefills or batch.is_decode_only):
+        if size is None or not (needed.num_prefills or batch.is_decode_only or batch.samples_drafts):
             return None
         staging = self.runner.staging
         buffer = StepBuffer.on(staging.device, padded_sizes(size, staging))

@@ -74,6 +74,13 @@ def test_single_sequence_is_always_admitted():
     assert AdmissionCheck([], 1, block_tokens=4).try_admit(sequence(100, 100))
 
 
+def test_full_batch_whose_ends_fill_their_blocks_is_admitted():
+    admission = AdmissionCheck([sequence(64, 64) for _ in range(15)], 32, block_tokens=64)
+    assert admission.try_admit(sequence(64, 64))
+    assert not admission.try_admit(sequence(64, 64))
+    assert not admission.try_admit(sequence(1, 65))
+
+
 def test_unknown_output_length_reserves_one_block():
     """A limit of 1,000 tokens that an end-of-sequence token will probably precede does not block other requests."""
     running = [sequence(10, 1000, eos=frozenset({2}))]

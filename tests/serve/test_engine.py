@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from oracle_runner import VOCABULARY, OracleRunner, expected_output
 
 from llmb.perfmodel.serving_time.cache_blocks import window_blocks
+from llmb.perfmodel.serving_time.request_waves import balanced_batch
 from llmb.serve.admission import AdmissionCheck, SchedulerLimits
 from llmb.serve.engine import Engine, EngineStats
 from llmb.serve.kv_cache.block_pool import BlockPool
@@ -210,6 +211,21 @@ def test_thousand_requests_with_random_cancels(prefix_cache, async_scheduling):
     collector = serve(engine, arrivals, cancels)
     assert preempted
     assert {output.finish_reason for output in collector.outputs.values()} == {"length", "stop", "cancelled"}
+
+
+def test_few_requests_beyond_the_batch_take_no_wave_of_their_own():
+    """900 requests at 896 at once, an eighth of both: steps against those of an engine with a slot for each."""
+
+    def launches(batch: int) -> int:
+        engine = make(blocks=batch * 16, max_batch_size=batch, max_num_tokens=256)  # whole requests of a full batch
+        for number in range(113):
+            engine.submit(Request(request_id=number, prompt=[number % VOCABULARY] * 16, max_tokens=48))
+        engine.drain()
+        return engine.runner.launches
+
+    prefill, decode = 113 * 16 // 256 + 1, 48 - 1
+    assert launches(112) > 1.7 * (prefill + decode)  # the last request runs alone for as long as all others
+    assert launches(balanced_batch(112, 113, 113)) < 1.05 * (prefill + decode)
 
 
 def test_next_step_is_launched_before_the_last_is_read():

@@ -19,6 +19,8 @@ from llmb.config.row_selection import NO_ROW
 from llmb.config.spec import Inference, Override, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.memory_fit import recomputed_layers_to_fit
+from llmb.perfmodel.serving_capacity import cache_capacity, free_bytes
+from llmb.perfmodel.serving_time.request_waves import balanced_batch
 
 SOURCE = "native engine: "  # how the source of a departure begins
 ONE_RANK = f"{SOURCE}CUDA graphs of serving do not capture collectives, so they need a single GPU"
@@ -44,9 +46,33 @@ def adapt_to_engine(config: RunConfig, explicit: Collection[str]) -> RunConfig:
         config = _depart(config, "cuda_graphs", ONE_RANK, explicit)
     elif isinstance(work, Training) and work.cuda_graphs and config.parallel.pp > 1:
         config = _depart(config, "cuda_graphs", PIPELINE, explicit)
+    if isinstance(work, Inference) and "max_batch_size" not in explicit:
+        config = balance_waves(config)
     if isinstance(work, Training) and work.fp8_experts and not runs_fp8_experts(config):
         config = replace(_depart(config, "fp8_experts", HOPPER, explicit), reference=None)
     return config if config.proxy or MEMORY_SETTINGS & set(explicit) else _recompute_to_fit(config)
+
+
+def balance_waves(config: RunConfig) -> RunConfig:
+    """Return a row whose requests exceed its batch by little with a batch that runs those too, if the cache holds it.
+
+    Where the memory is unknown, as on a CPU, the scheduler makes requests wait that the cache does not hold.
+    """
+    work = config.workload
+    assert isinstance(work, Inference)
+    if work.mode != "max_throughput" or work.rate is not None or work.dataset is not None:
+        return config
+    schedulers = config.parallel.tp if work.attention_dp else 1
+    requests, concurrency = (-(-count // schedulers) for count in (work.num_requests, work.concurrency))
+    batch = balanced_batch(work.max_batch_size, requests, concurrency)
+    balanced = replace(config, workload=replace(work, max_batch_size=batch))
+    free = free_bytes(balanced)
+    holds = batch if free is None else cache_capacity(balanced, free).requests
+    if batch == work.max_batch_size or not batch <= min(holds, work.max_num_tokens):
+        return config
+    last = f"a last wave of {requests % work.max_batch_size} of {requests} requests would run alone"
+    departure = Override(field="max_batch_size", value=batch, replaced=work.max_batch_size, source=f"{SOURCE}{last}")
+    return replace(balanced, overrides=(*config.overrides, departure), reference=None)
 
 
 def _recompute_to_fit(config: RunConfig) -> RunConfig:

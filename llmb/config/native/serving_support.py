@@ -1,6 +1,7 @@
 """Configurations that the native serving engine supports, checked before anything is built."""
 
 from llmb.config.native.number_formats import check_fp8_recipe, published_fp8_recipe
+from llmb.config.native.speculation import check_speculation
 from llmb.config.parallel_layout import check_ranks, check_serving
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
@@ -21,6 +22,7 @@ def supported_serving(config: RunConfig) -> Inference:
         raise ConfigError(f"dtype=mxfp4 quantizes experts, and {config.model.name} has none; choose bf16 or fp8")
     check_fp8_recipe(config.precision.fp8_recipe, work.kind, config.precision.dtype)
     _check_block_scales(config)
+    check_speculation(config)
     for name in COUNTS:
         if getattr(work, name) < 1:
             raise ConfigError(f"workload.{name}={getattr(work, name)}: must be at least 1")

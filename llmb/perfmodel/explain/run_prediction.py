@@ -16,7 +16,7 @@ from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.offload.machine_rates import Rates, measured_ceilings, measured_rates
 from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
-from llmb.perfmodel.serving_time.serving_predictor import predict_serving
+from llmb.perfmodel.serving_time.serving_predictor import predict_serving, predict_speculation
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.measured_device import measured_device
 from llmb.perfmodel.step_time.predictor import predict
@@ -86,8 +86,14 @@ def _serving(config: RunConfig, memory_gib: float, install: Path | None) -> Pred
         note = "the engine behind the server is not known"
     elif work.rate is not None:
         note = "a request rate is not predicted, only a fixed concurrency"
+    elif work.speculative_tokens and work.draft_acceptance is None:
+        note = "how many drafts are accepted is not predicted; state it with draft_acceptance=FILE"
+    speedup = None
     try:
-        prediction = None if note or engine is None else predict_serving(serving_setup_of(config, engine, rates))
+        setup = None if note or engine is None else serving_setup_of(config, engine, rates)
+        prediction = None if setup is None else predict_serving(setup)
+        if setup is not None and work.draft_acceptance is not None:
+            speedup = predict_speculation(setup, work.draft_acceptance).speedup
     except ConfigError as error:
         prediction, note = None, str(error)
     if prediction is None:
@@ -104,6 +110,7 @@ def _serving(config: RunConfig, memory_gib: float, install: Path | None) -> Pred
         interval_80=prediction.interval_80["output_tokens_per_s"],
         ttft_ms=prediction.ttft_ms,
         tpot_ms=prediction.tpot_ms,
+        speculative_speedup=speedup,
         memory_gib=memory_gib,
         terms=terms,
         source=f"constants of engine {engine}" + (f", rates {rates.source}" if rates else ""),

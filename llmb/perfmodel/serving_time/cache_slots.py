@@ -3,7 +3,7 @@
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB, gpu, with_article
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
-from llmb.perfmodel.serving_time.serving_work import ServingWork
+from llmb.perfmodel.serving_time.serving_work import ServingWork, serving_work
 
 WORKSPACE = 2 * GIB  # activations of a step, CUDA graphs, NCCL buffers
 # Engines that allocate blocks as a request grows; the others reserve its whole length on admission.
@@ -12,7 +12,9 @@ FRACTION_OF_FREE = ("trtllm", "sglang", "native")
 
 
 def request_bytes(setup: ServingSetup, work: ServingWork) -> float:
-    """Return the mean cache of a running request on one rank."""
+    """Return the mean cache of a running request on one rank, that of a draft model included."""
+    if (draft := setup.draft_alone) is not None:
+        return request_bytes(setup.without_drafts, work) + request_bytes(draft, serving_work(draft))
     grown = 0.5 if setup.engine in ON_DEMAND else 1.0
     tokens = (setup.isl + grown * setup.osl) * setup.length_ratio
     windowed = min(tokens, work.window) * work.window_kv_bytes
@@ -46,7 +48,9 @@ def _cache_bytes(setup: ServingSetup, memory: float, taken: float) -> float:
 
 
 def resident_bytes(setup: ServingSetup, work: ServingWork) -> float:
-    """Return the weights on one rank, the embedding included."""
+    """Return the weights on one rank, the embedding and a draft model included."""
+    if (draft := setup.draft_alone) is not None:
+        return resident_bytes(setup.without_drafts, work) + resident_bytes(draft, serving_work(draft))
     model = setup.shape.model
     embedding = 0.0 if model.tied_embeddings else work.head_bytes
     return work.weight_bytes / setup.pp + embedding

@@ -81,6 +81,27 @@ class NativeStep:
             terms["launch"] += longer(launched, self.work.kernels * r.eager) - launched
         return self._pipelined(terms)
 
+    def steady_state(self, slots: int) -> tuple[float, float]:
+        """Return about the most output tokens/s and the least TPOT of an engine that always runs `slots` requests.
+
+        Prompts lengthen the steps that they share with decodes, as many at once as the token budget holds. TPOT is
+        least where that part of the time falls on requests that wait for their first token.
+        """
+        setup = self.setup
+        running = max(1, slots // setup.attention_dp)
+        batch, context = running / setup.pp, setup.isl + setup.osl / 2
+        free = max(setup.max_num_tokens - running, setup.max_num_tokens // 8)
+        prompts = min(running, free // setup.isl) or free / setup.isl  # or a chunk of one
+        decode = sum(self.terms(decodes=batch, context=context).values())
+        mixed = self.terms(
+            decodes=batch, context=context, prefill=prompts * setup.isl, prompts=prompts,
+            pairs=prompts * setup.isl**2 / 2,
+        )  # fmt: skip
+        decoding = setup.osl / setup.emitted * decode
+        prefilling = batch / prompts * max(0.0, sum(mixed.values()) - decode)
+        seconds = decoding + prefilling
+        return slots * setup.osl / seconds, decoding / seconds * decode / setup.emitted
+
     def decode_graph(self, decodes: float) -> int:
         """Return the decodes of the graph that a step without prefill replays."""
         sizes = self.decode_sizes

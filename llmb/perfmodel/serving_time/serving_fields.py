@@ -113,6 +113,9 @@ def serving_setup_of(config: RunConfig, engine: str = "native", rates: Rates | N
         max_batch_size=work.max_batch_size,
         memory_fraction=work.kv_fraction,
         waves=max(1, min(WAVES, work.num_requests // work.concurrency)),
+        draft_tokens=work.speculative_tokens,
+        draft_shape=None if work.draft_model is None else run_shape(work.draft_model),
+        draft_acceptance=work.draft_acceptance or (1.0,) * work.speculative_tokens,  # not stated: at most all
         rates=rates,
         gpu_memory_bytes=None if config.machine.gpu in FABRICS else memory_bytes(config.machine),
     )

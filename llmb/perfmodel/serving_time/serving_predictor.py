@@ -16,6 +16,7 @@ from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, se
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import serving_rates
 from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.serving_time.speculative_step import Speculation, speculation, speculative_step
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.measured_device import measured_device
@@ -47,7 +48,10 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
     load = load_of(setup, work)
     rates = serving_rates(setup, on, c)
     if setup.engine == "native":
-        times = run_times(NativeStep.of(setup, work, rates, on, c), int(load.slots), c)
+        steps = (
+            NativeStep.of(setup, work, rates, on, c) if setup.draft_shape is None else speculative_step(setup, on, c)
+        )
+        times = run_times(steps, int(load.slots), c)
     else:
         times = loop_times(work, load, rates, c["queue"])
     ttft, tpot = float(times.ttft), float(times.tpot)
@@ -64,6 +68,19 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
         interval_80={name: _interval(setup, name, value) for name, value in values.items()},
         terms=_terms(load, times),
     )
+
+
+def predict_speculation(setup: ServingSetup, acceptance: tuple[float, ...]) -> Speculation:
+    """Return the model of speculative decoding with as many requests as run at once."""
+    c, on = calibrated_serving(), serving_device(setup)
+    return speculation(setup, acceptance, running_requests(setup), on, c)
+
+
+def steady_state(setup: ServingSetup) -> tuple[float, float]:
+    """Return about the most output tokens/s and the least TPOT of the native engine, its scheduler not followed."""
+    c, on, work = calibrated_serving(), serving_device(setup), serving_work(setup)
+    steps = NativeStep.of(setup, work, serving_rates(setup, on, c), on, c)
+    return steps.steady_state(int(load_of(setup, work).slots))
 
 
 def running_requests(setup: ServingSetup) -> int:

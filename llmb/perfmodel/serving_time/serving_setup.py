@@ -3,8 +3,9 @@
 ServingSetup(shape=find_model("llama3.1-70b"), gpu="h200", dtype="fp8", isl=1024, osl=1024, concurrency=64, tp=2)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from llmb.config.native.speculation import MOST_DRAFTS
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.offload.machine_rates import Rates
@@ -15,7 +16,6 @@ DTYPES = ("bf16", "fp8", "nvfp4")  # of the weights; nvfp4 also stands for mxfp4
 KV_DTYPES = ("bf16", "fp8")
 COUNTS = ("isl", "osl", "concurrency", "tp", "pp", "ep", "attention_dp", "moe_tp", "max_num_tokens", "max_batch_size")
 FRACTIONS = ("memory_fraction", "length_ratio", "acceptance")
-MOST_DRAFTS = 16
 WAVES = 10  # requests per client of a benchmark
 
 
@@ -44,8 +44,10 @@ class ServingSetup:
     max_batch_size: int = 4096
     memory_fraction: float = 0.9  # of the GPU's memory, for weights and KV cache
     length_ratio: float = 1.0  # mean length over nominal length: 0.9 where lengths vary uniformly in 0.8 to 1
-    draft_tokens: int = 0  # of speculative decoding with a multi-token-prediction layer, per step and request
+    draft_tokens: int = 0  # of speculative decoding, per step and request
     acceptance: float = 0.8  # probability that a draft token is accepted after the one before it
+    draft_shape: ModelShape | None = None  # of a draft model; none: a multi-token-prediction layer proposes
+    draft_acceptance: tuple[float, ...] = ()  # of a draft model, by position, in place of `acceptance`
     receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
     waves: int = WAVES  # requests per client: the first ones arrive together
     gpu_memory_bytes: float | None = None  # as the driver reports it, of a GPU without fitted efficiencies
@@ -77,12 +79,31 @@ class ServingSetup:
     @property
     def emitted(self) -> float:
         """Mean output tokens of a request in a decode step."""
-        return sum(self.acceptance**place for place in range(self.draft_tokens + 1))
+        return expected_tokens(self.draft_acceptance or (self.acceptance,) * self.draft_tokens)
+
+    @property
+    def without_drafts(self) -> "ServingSetup":
+        """The same without speculative decoding."""
+        return replace(self, draft_tokens=0, draft_shape=None, draft_acceptance=())
+
+    @property
+    def draft_alone(self) -> "ServingSetup | None":
+        """The draft model under the same load; none without one."""
+        return None if self.draft_shape is None else replace(self.without_drafts, shape=self.draft_shape)
 
     @property
     def generation(self) -> str:
         """Engine with the year of its release, as constants are fitted by."""
         return engine_generation(self.engine, self.engine_version)
+
+
+def expected_tokens(acceptance: tuple[float, ...]) -> float:
+    """Return the mean tokens of a step: its own, and every draft that is accepted with all before it."""
+    tokens = reached = 1.0
+    for probability in acceptance:
+        reached *= probability
+        tokens += reached
+    return tokens
 
 
 def _check_layout(setup: ServingSetup) -> None:

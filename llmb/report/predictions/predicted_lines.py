@@ -3,6 +3,7 @@
 from llmb.config.spec import Inference, RunConfig
 from llmb.perfmodel.hardware import GIB, memory_bytes
 from llmb.perfmodel.metrics import tokens_per_s
+from llmb.perfmodel.serving_time.serving_setup import expected_tokens
 from llmb.report.table import number
 
 TITLES = {"step_time_s": "predicted step time", "output_tokens_per_s": "predicted output"}
@@ -10,8 +11,18 @@ UNITS = {"step_time_s": "s", "output_tokens_per_s": "tokens/s"}
 
 
 def predicted_lines(config: RunConfig) -> list[str]:
-    """Return the line of the predicted time and that of the predicted memory; none without a prediction."""
-    return [] if config.predicted is None else [_time_line(config), _memory_line(config)]
+    """Return the lines of predicted time, speed-up by drafts and memory; none without a prediction."""
+    if config.predicted is None:
+        return []
+    return [_time_line(config), *_speedup_line(config), _memory_line(config)]
+
+
+def _speedup_line(config: RunConfig) -> list[str]:
+    work, p = config.workload, config.predicted
+    if p is None or p.speculative_speedup is None or not isinstance(work, Inference) or work.draft_acceptance is None:
+        return []
+    tokens = f"{expected_tokens(work.draft_acceptance):.2f} tokens a step at the stated acceptance"
+    return [f"predicted speed-up by drafts: {p.speculative_speedup:.2f} x plain decoding, {tokens}"]
 
 
 def _time_line(config: RunConfig) -> str:

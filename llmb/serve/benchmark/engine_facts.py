@@ -10,20 +10,23 @@ from llmb.events import ServingFacts
 from llmb.serve.engine import Engine
 from llmb.serve.engine_builder import block_bytes
 from llmb.serve.model_runner import TorchModelRunner
+from llmb.serve.speculative.speculative_runner import SpeculativeRunner
 
 
 def engine_facts(engine: Engine, config: RunConfig, rank: int) -> ServingFacts:
     """Return the facts of this rank's engine, before the first request."""
-    runner, work = engine.runner, config.workload
+    runner, work, draft = engine.runner, config.workload, None
+    if isinstance(runner, SpeculativeRunner):
+        draft, runner = runner.draft.model, runner.target
     assert isinstance(runner, TorchModelRunner)
     assert isinstance(work, Inference)
     blocks, mixers = engine.stats.blocks, list(runner.model.mixers())
     windows = engine.scheduler.windows
     window_blocks = blocks if windows is None else windows.pool.num_blocks
-    full_bytes, window_bytes = block_bytes(runner.model, work)
+    full_bytes, window_bytes = block_bytes(runner.model, work, draft)
     state_bytes = (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in mixers)
     cache_bytes = blocks * full_bytes + window_blocks * window_bytes + state_bytes
-    objects = list(reachable_objects(runner.model))
+    objects = list(reachable_objects([runner.model, draft]))
     dequantised = any(getattr(item, "dequantised", False) for item in objects)
     return ServingFacts(
         rank=rank,

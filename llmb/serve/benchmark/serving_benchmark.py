@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import RankInfo, init_distributed
 from llmb.runtime.recorder import EventRecorder
 from llmb.serve.benchmark.benchmark_phase import BenchmarkPhase
+from llmb.serve.benchmark.draft_speedup import plain_engine, tpot_ms
 from llmb.serve.benchmark.energy import Energy, EnergyMeter
 from llmb.serve.benchmark.engine_facts import engine_facts
 from llmb.serve.benchmark.prompts import PromptSampler, measured_prompts, model_info
@@ -37,6 +39,7 @@ from llmb.serve.engine import Engine
 from llmb.serve.engine_builder import build_engine
 from llmb.serve.serve_oom import check_cache_capacity, report_oom
 from llmb.serve.serve_support import check_steps, device_fallbacks, supported_workload
+from llmb.serve.speculative.speculative_runner import SpeculativeRunner
 
 
 def serve(config: RunConfig, events: EventRecorder) -> None:
@@ -61,6 +64,7 @@ def serve(config: RunConfig, events: EventRecorder) -> None:
         warmup = warmup_load(work, load, shard.size, engine.stats.blocks * work.block_tokens, sampler)
         benchmark = ServingBenchmark(work, info.eos, engine, rank_info, shard, events)
         warmup_s = benchmark.warm_up(warmup)
+        draft_tpots = benchmark.compare_drafts(load, sampler)
         energy = benchmark.measure(load, trace, EnergyMeter(gpu_sampler))
     events.add(
         ServingFacts(
@@ -73,6 +77,8 @@ def serve(config: RunConfig, events: EventRecorder) -> None:
             power_joules=energy.power_joules,
             mean_power_w=energy.mean_power_w,
             energy_note=energy.note,
+            **draft_tpots,
+            **draft_counts(engine),
         )
     )
 
@@ -99,6 +105,18 @@ class ServingBenchmark:
             recorder.write_all()
         return seconds
 
+    def compare_drafts(self, load: RequestLoad, sampler: PromptSampler) -> dict[str, Any]:
+        """Decode one batch of requests of the measured lengths without drafts, then with; empty if the run has none."""
+        engine, work = self.engine, self.work
+        if not isinstance(engine.runner, SpeculativeRunner):
+            return {}
+        lengths = [(len(prompt.tokens), prompt.output_tokens) for _, prompt in load.prompts]
+        prompts = sampler.prompts(lengths[: min(load.concurrency, work.max_batch_size)])
+        engines = {"plain_tpot_ms": plain_engine(engine), "drafted_tpot_ms": engine}
+        times = {name: tpot_ms(engine, work, self.eos, prompts) for name, engine in engines.items()}
+        engine.runner.counts.reset()
+        return times
+
     def measure(self, load: RequestLoad, trace: StepTrace | None, meter: EnergyMeter) -> Energy:
         """Run the measured phase; return the energy of this rank's device."""
         recorder = self._recorder(load, warmup=False)
@@ -117,6 +135,15 @@ class ServingBenchmark:
     def _barrier(self) -> None:
         if self.rank_info.world_size > 1:
             dist.barrier()
+
+
+def draft_counts(engine: Engine) -> dict[str, Any]:
+    """Return what was accepted since the warm-up, as fields of ServingFacts; empty without drafts."""
+    if not isinstance(engine.runner, SpeculativeRunner):
+        return {}
+    counts = engine.runner.counts
+    trials, accepted = tuple(counts.trials), tuple(counts.accepted)
+    return {"verifications": counts.verifications, "draft_trials": trials, "draft_accepted": accepted}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from llmb.config.native.speculation import refuse_drafts
 from llmb.config.serialization import build, read_json
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
@@ -65,6 +66,7 @@ def serve(config: RunConfig, folder: Path, channel: EngineChannel, max_model_len
     """Build this rank's engine, warm it up, and step it until the channel is closed."""
     work = config.workload
     assert isinstance(work, Inference)
+    refuse_drafts(config)
     rank_info = init_distributed(config, ENGINE_NAME)
     with report_oom(rank_info.device, config):
         engine = build_engine(config, rank_info, max_model_len, shorten_to_cache=not exact)

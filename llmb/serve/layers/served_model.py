@@ -84,6 +84,7 @@ class ServedModel:
         inputs = self._with_rope(inputs)
         eps, residual_NC = self.spec.norm_eps, None
         is_skinny = takes_skinny_gemm(delta_NC) and inputs.num_decodes == len(delta_NC)
+        is_skinny &= not inputs.repeats_sequences  # its attention reads no key that the same kernel writes
         for block in self.blocks:
             if is_skinny and block.skinny_mixer is not None and block.norm_C is not None:
                 residual_NC = delta_NC if residual_NC is None else residual_NC + delta_NC
