@@ -1,6 +1,6 @@
 """What do faults cost? Llama 1b on one GPU is broken five times on purpose, and restarts from its newest checkpoint.
 
-    python bench/faults_gpu.py [--json FILE] [--folder FOLDER]      # meant to take 150 s on an H200
+    python bench/faults_gpu.py [--json FILE] [--folder FOLDER]      # about 260 s on an H200: 201 s took four faults
     python bench/faults_gpu.py --undisturbed                        # once more without faults: are all losses equal?
     python bench/faults_gpu.py --tiny                               # a small proxy on a CPU: shows only that it runs
 
