@@ -89,11 +89,13 @@ def finished_run_verdict(
         if oom_kills:
             return _killed_for_memory(f"{launcher} ", oom_kills, memory)
         return Verdict("failed", f"{launcher} was {_describe_exit(exit_code)}; its ranks ended with it")
-    codes = exit_codes(log)
-    dead = {rank: code for rank, code in codes.items() if rank not in {end.rank for end in ends}}
-    crashed = [rank for rank, code in dead.items() if code in _CRASH_CODES]
     causes = _causes(ends)
     all_lost_peer = bool(causes) and _lost_peer(causes[0])
+    codes = exit_codes(log)
+    if all_lost_peer:  # a SIGKILL is what they report; the node of that rank was the last to tell srun
+        codes |= _tasks_failed(log, _SRUN_KILL_CODES - {-signal.SIGKILL})
+    dead = {rank: code for rank, code in codes.items() if rank not in {end.rank for end in ends}}
+    crashed = [rank for rank, code in dead.items() if code in _CRASH_CODES]
     if oom_kills and launcher is None and -signal.SIGKILL in (exit_code, *dead.values()):
         killed = next((rank for rank, code in dead.items() if code == -signal.SIGKILL), 0 if single_rank else None)
         subject = "" if killed is None else f"rank {killed}: "
@@ -121,18 +123,18 @@ def finished_run_verdict(
 
 def exit_codes(log: str) -> dict[int, int]:
     """Return the exit codes of the ranks that torchrun or srun saw fail, in the order noticed."""
-    if tasks := _tasks_failed(log):
+    if tasks := _tasks_failed(log, _SRUN_KILL_CODES):
         return tasks
     first = {int(match[2]): int(match[1]) for match in _RANK_FAILED.finditer(log)}
     return first | {int(match[1]): int(match[2]) for match in _RANK_LISTED.finditer(log)}
 
 
-def _tasks_failed(log: str) -> dict[int, int]:
-    """Parse the lines of srun; tasks that it killed itself, once one had failed, do not count."""
+def _tasks_failed(log: str, srun_kill_codes: Collection[int]) -> dict[int, int]:
+    """Parse the lines of srun; tasks that it killed itself (by these codes), once one had failed, do not count."""
     codes: dict[int, int] = {}
     for match in _TASKS_FAILED.finditer(log):
         code = int(match[2]) if match[2] else _SIGNAL_CODES.get(match[3])
-        if code is None or (codes and code in _SRUN_KILL_CODES):
+        if code is None or (codes and code in srun_kill_codes):
             continue
         for item in match[1].split(","):
             first, _, last = item.partition("-")

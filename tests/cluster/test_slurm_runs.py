@@ -22,16 +22,26 @@ from slurm_test_runs import (
 from llmb.config.recipe import shipped
 from llmb.config.serialization import read_json
 from llmb.events import RunStarted, read
+from llmb.launch.procfs import find_process
 from llmb.launch.run_folder import RunFolder
 
 pytestmark = pytest.mark.slurm
 
 
-def test_killed_rank_is_reported(slurm, submit):
+@pytest.mark.parametrize("reported_late", [False, True])
+def test_killed_rank_is_reported(slurm, submit, reported_late):
+    """Also if its node tells srun of it after the peer that lost the connection has exited."""
     job, run = submit(*LONG, "--no-report")
     wait_for_steps(run)
     [victim] = [event.pid for event in read(run.events(1)) if isinstance(event, RunStarted)]
-    os.kill(victim, signal.SIGKILL)
+    if reported_late:
+        slurmstepd = find_process(victim).parent
+        os.kill(slurmstepd, signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: "task 0: Exited" in run.log.read_text(), event="the exit of rank 0")
+        os.kill(slurmstepd, signal.SIGCONT)
+    else:
+        os.kill(victim, signal.SIGKILL)
     result = wait_for_result(slurm, job, run)
     assert (result["status"], result["reason"]) == ("failed", "rank 1: killed by signal 9 (SIGKILL)")
     assert not run.report_page.exists()

@@ -106,6 +106,24 @@ def test_exit_codes_exclude_tasks_killed_by_srun():
     assert exit_codes("srun: error: Unable to create step for job 7: Job/step already completing\n") == {}
 
 
+def test_killed_rank_that_srun_reports_after_its_peer():
+    """Its node may be the slower one to report: the peer that lost the connection to it did not die first."""
+    log = (
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=2.0\n"
+        "srun: error: n2: task 1: Killed\n"
+    )
+    lost = RunEnded(rank=0, time=1.0, status="failed", reason="Connection reset by peer", failed_rank=0)
+    killed = Verdict("failed", "rank 1: killed by signal 9 (SIGKILL)", 1)
+    assert finished_run_verdict(1, [lost], log, silent=[1], launcher="srun on n1") == killed
+    assert finished_run_verdict(1, [lost], log.replace("Killed", "Out Of Memory"), silent=[1]).status == "oom"
+    # srun's own SIGTERM says nothing about the cause, nor does its SIGKILL to a rank whose peer failed by itself.
+    terminated = finished_run_verdict(1, [lost], log.replace("Killed", "Terminated"), silent=[1])
+    assert "disappeared without an exit status" in (terminated.reason or "")
+    raised = RunEnded(rank=0, time=1.0, status="failed", reason="ValueError: bad", failed_rank=0)
+    assert finished_run_verdict(1, [raised], log, silent=[1]) == Verdict("failed", "ValueError: bad", 0)
+
+
 def test_rank_killed_according_to_srun_is_the_failed_rank():
     ends = [RunEnded(time=1.0, rank=rank, status="incomplete", reason="interrupted by SIGTERM") for rank in (0, 1, 2)]
     assert finished_run_verdict(137, ends, KILLED) == Verdict("failed", "rank 3: killed by signal 9 (SIGKILL)", 3)
