@@ -9,7 +9,6 @@ import gc
 import io
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 import torch._dynamo  # torch.utils.checkpoint imports it when it is first called: once here, not in every rank
 
+from llmb.serve.http.worker_processes import rendezvous_port
+
 LIMIT_S = 300
 LINGER_S = 60  # at most: all are killed when the last result has arrived
 
@@ -25,9 +26,7 @@ LINGER_S = 60  # at most: all are killed when the last result has arrived
 def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `work(rank, *arguments)` in `world` processes, which can form a process group; return the results."""
     torch.set_num_threads(1)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = rendezvous_port()
     pipes = [os.pipe() for _ in range(world)]
     pids = []
     for rank in range(world):

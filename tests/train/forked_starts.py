@@ -8,7 +8,6 @@ Verdict and hang detector are those of `run_local`; like torchrun, a failed rank
 import gc
 import os
 import signal
-import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -23,6 +22,7 @@ from llmb.launch.hang_detector import HangDetector
 from llmb.launch.local import RunOutcome
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.verdict import Verdict, finished_run_verdict, stopped_run_verdict
+from llmb.serve.http.worker_processes import rendezvous_port
 from llmb.train import loop, train_checkpoint  # noqa: F401
 from llmb.train.__main__ import main
 
@@ -35,9 +35,7 @@ class ForkedRanks:
 
     def __init__(self, config: RunConfig, run: RunFolder):
         torch.set_num_threads(1)
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self._port = sock.getsockname()[1]
+        self._port = rendezvous_port()
         self.world = config.parallel.world_size
         self.codes: dict[int, int] = {}
         self._pids = {rank: self._fork(rank, run) for rank in range(self.world)}

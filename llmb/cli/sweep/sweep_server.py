@@ -1,8 +1,8 @@
 """Server of a sweep: `llmb-run serve` in a process of its own, started once per variant and ended with the sweep."""
 
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,29 +13,30 @@ from typing import Any
 from llmb.errors import LaunchError
 from llmb.launch.engine_log import open_log
 from llmb.launch.server_process import terminate_with_parent
-from llmb.loadgen.readiness import get
 
 READY_S = 1200.0  # weights, compilation, graphs
 STOP_S = 60.0
 POLL_S = 0.3
 MODEL_NAME = "sweep"
+SERVING = re.compile(rb"^serving \S+ at (http://\S+)/v1 ", re.MULTILINE)  # printed when a server is ready
 
 
 class SweepServer:
     """One running server; use as a context manager."""
 
     def __init__(self, arguments: Sequence[str], log: Path, max_queue: int):
-        self._port = _free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = ""  # known once the server is ready
         self._log = log
         self._command = [
-            sys.executable, "-m", "llmb.cli.llmb_run", "serve", *arguments, "--port", str(self._port),
+            sys.executable, "-m", "llmb.cli.llmb_run", "serve", *arguments, "--port", "0",
             "--served-model-name", MODEL_NAME, "--max-queue", str(max_queue), "--no-prefix-cache",
         ]  # fmt: skip
         self._process: subprocess.Popen[Any] | None = None
+        self._log_start = 0
 
     def __enter__(self) -> "SweepServer":
         with open(open_log(self._log), "ab") as log:
+            self._log_start = log.tell()  # the log of a variant may follow that of another
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -58,11 +59,9 @@ class SweepServer:
             code = self._process.poll()
             if code is not None:
                 raise LaunchError(f"llmb-run serve ended with {code}: {self._last_line()} (log: {self._log})")
-            try:
-                if get(self.url, "/health", None)[0] == 200:
-                    return
-            except Exception:  # not listening yet, or half a response
-                pass
+            if match := SERVING.search(self._log.read_bytes()[self._log_start :]):
+                self.url = match[1].decode()
+                return
             time.sleep(POLL_S)
         raise LaunchError(f"llmb-run serve was not ready after {READY_S:g} s (log: {self._log})")
 
@@ -80,9 +79,3 @@ class SweepServer:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -7,17 +7,20 @@ with index i * ranks + r.
 """
 
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmb.config.spec import RunConfig
+from llmb.errors import LaunchError
 
 WORKER_COMMAND = (sys.executable, "-m", "llmb.serve.http.engine_worker")
+RENDEZVOUS_PORTS = range(20000, 32000)  # below the ephemeral port range
 KILL_AFTER_S = 5.0  # a worker whose socket is closed exits by itself, unless its device hangs
 
 
@@ -48,7 +51,7 @@ def start_workers(
     threads = max(1, len(os.sched_getaffinity(0)) // (replicas * world_size))
     workers = []
     for replica in range(replicas):
-        port = _free_port() if world_size > 1 else 0
+        port = rendezvous_port() if world_size > 1 else 0
         for rank in range(world_size):
             sock, worker_sock = socket.socketpair()
             environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
@@ -79,8 +82,10 @@ def stop_workers(workers: Sequence[WorkerProcess], kill_now: bool = False) -> li
     return codes
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+def rendezvous_port() -> int:
+    """Return a free port for MASTER_PORT, which the kernel gives to nobody else before rank 0 listens there."""
+    for port in random.SystemRandom().sample(RENDEZVOUS_PORTS, 100):  # a seed would make processes choose alike
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise LaunchError(f"no port for a rendezvous is free among 100 of {RENDEZVOUS_PORTS[0]} to {RENDEZVOUS_PORTS[-1]}")
