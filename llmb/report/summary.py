@@ -57,6 +57,8 @@ def figure_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     yield from _serving_rows(result)
     if result.mean_power_w is not None:
         yield "power", number(result.mean_power_w), "W", f"of one GPU, on average{telemetry_text(result.telemetry)}"
+    if result.joules_per_token is not None:
+        yield "energy", number(result.joules_per_token), "J/token", "of GPUs alone: sampled power over tokens/s"
     predicted = result.predicted
     if predicted is not None:
         yield "against prediction", f"{predicted.ratio:.3f}", "x", _prediction_text(predicted)

@@ -193,7 +193,9 @@ def _telemetry_fields(events: list[Event], steps: list[StepDone], fields: dict) 
     if telemetry is None:
         return {}
     power = fields.get("mean_power_w") or (telemetry.power_w or {}).get("mean")
-    return {"telemetry": telemetry, "mean_power_w": power}
+    rate = fields.get("tokens_per_s_per_gpu") if steps else None
+    energy = power / rate if power is not None and rate else None
+    return {"telemetry": telemetry, "mean_power_w": power, "joules_per_token": energy}
 
 
 def _slow_ranks(config: RunConfig | None, events: list[Event], fields: dict) -> tuple[SlowRank, ...]:

@@ -15,7 +15,7 @@ from llmb.results.result import Comparison, OneRankStep
 # Figures of all ranks, which one rank does not show.
 CLUSTER_FIGURES = (
     "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "tflops_source", "mfu", "mfu_peak_tflops",
-    "mfu_peak_dtype", "mfu_convention", "hfu", "days_per_1t_tokens", "slow_ranks",
+    "mfu_peak_dtype", "mfu_convention", "hfu", "days_per_1t_tokens", "slow_ranks", "joules_per_token",
 )  # fmt: skip
 METRIC = "measured compute and modelled communication of one rank"
 

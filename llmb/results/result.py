@@ -223,6 +223,7 @@ class Result:
     energy_note: str | None = None  # why there is none
     output_tokens_per_joule: float | None = None
     mean_power_w: float | None = None  # of one GPU
+    joules_per_token: float | None = None  # of training: power of GPUs alone over their tokens/s
     telemetry: GpuTelemetry | None = None  # power, clocks, temperature, throttling; null without a GPU
 
     time_spent: tuple[TimeShare, ...] = ()  # of a profiled run; the shares sum to 1

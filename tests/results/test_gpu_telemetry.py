@@ -1,5 +1,7 @@
 """Telemetry of the measured interval: which samples count, percentiles, throttle reasons, cost."""
 
+from dataclasses import replace
+
 import pytest
 
 from llmb.events import GpuSample, RequestDone, RunEnded, RunStarted, StepDone
@@ -37,6 +39,14 @@ def test_only_samples_of_the_window_count():
     (row,) = (row for row in figure_rows(result) if row[0] == "power")
     assert row[1:3] == ("650", "W")
     assert "limit 700 W; SM clock 1,868 MHz (p5 1,766); throttled: power cap 50 % of samples" in row[3]
+    assert result.joules_per_token is None  # without a configuration the number of GPUs is unknown
+
+
+def test_energy_of_a_token_is_power_over_the_rate_of_a_gpu():
+    reported = [replace(step, reported_tokens_per_s_per_gpu=13.0) for step in steps()]
+    result = derive(None, [sample(16.0, 600.0), sample(17.0, 700.0, rank=1), *reported, OK], window=(6, 10))
+    assert result.joules_per_token == 50.0
+    assert ("energy", "50", "J/token") in [row[:3] for row in figure_rows(result)]
 
 
 def test_serving_counts_samples_marked_as_measured():

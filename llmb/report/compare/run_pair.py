@@ -40,6 +40,7 @@ FIGURES = (
     "goodput_tokens_per_s",
     "slo_fraction",
     "mean_power_w",
+    "joules_per_token",
 )
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")  # distributions
 STATISTICS = ("mean", "p50", "p99")
