@@ -82,7 +82,8 @@ def precision_text(formats: Mapping[str, Any]) -> str:
         is_exact = formats["master_weights"] == "fp32"
         parts.append(f"{exact} master weights" if is_exact else "bf16 master weights with stochastic rounding")
     if "update" in formats:
-        parts.append(UPDATES.get(formats["update"], formats["update"]))
+        is_fp32 = formats.get("dtype") == "fp32"  # nothing is rounded then
+        parts.append("fp32 weights" if is_fp32 else UPDATES.get(formats["update"], formats["update"]))
     parts += [f"{name} {formats[name]}" for name in ("gradients", "moments") if name in formats]
     if formats.get("reduce_dtype", "fp32") != "fp32":
         parts.append(f"gradients reduced in {formats['reduce_dtype']}")
@@ -102,6 +103,8 @@ def _text(config: RunConfig, name: str, value: Any) -> Any:
         return _gradients(config, value)
     if name == "master_weights" and value == "fp32" and config.engine == "native" and config.precision.dtype != "fp32":
         return "fp32: a bf16 half, which GEMMs read, and 16 low bits"
+    if name == "update" and config.precision.dtype == "fp32":
+        return f"{value}: nothing is rounded in fp32"
     if name == "fp8_recipe" and value is not None:
         experts = isinstance(config.workload, Training) and config.workload.fp8_experts
         return f"{value}: {FP8_SCALES[value]}" + ("; of experts per row and column" if experts else "")

@@ -92,6 +92,7 @@ def test_precision_is_one_line_of_show_and_of_the_result(show_settings, run, cha
 def test_precision_of_out_of_core_training_names_its_update(update, weights):
     formats = {"dtype": "fp8", "fp8_recipe": "tensorwise_delayed", "update": update}
     assert precision_text(formats) == f"fp8 tensorwise delayed, {weights}"
+    assert precision_text({"dtype": "fp32", "update": update}) == "fp32, fp32 weights"
 
 
 def test_precision_of_another_engine_is_not_guessed(show_settings):
