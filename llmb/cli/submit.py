@@ -292,7 +292,7 @@ def run_one(
 
     def announce(job: str, run_dir: Any) -> None:
         jobs.append(job)
-        run_dir.write_command_line([Path(sys.argv[0]).name, *sys.argv[1:]])
+        run_dir.write_command_line(sys.argv, os.environ)
         print(f"job {job}: {config.name}\nrun folder: {run_dir.short_path}", file=output, flush=True)
 
     live = LiveLine(config)

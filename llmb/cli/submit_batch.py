@@ -168,7 +168,7 @@ def _prepare(request: JobRequest, cluster: Cluster | None, root: Path) -> _Prepa
     config = with_prediction(replace(request.config, environment=mask(request.environment)), root)
     request = replace(request, config=config)
     run = RunFolder.create(root, config, datetime.now())
-    run.write_command_line([Path(sys.argv[0]).name, *sys.argv[1:]])
+    run.write_command_line(sys.argv, os.environ)
     write_pid_file(run, os.getpid())
     run.write_job_script(script_for(request, run, cluster), private=bool(request.environment))
     submission = Submission(

@@ -23,13 +23,14 @@ import errno
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from shutil import copyfile
 
 from llmb.config.load_settings import config_from_json
+from llmb.config.overrides import VARIABLES
 from llmb.config.serialization import read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
@@ -223,9 +224,11 @@ class RunFolder:
         )
         write_atomic(self.record(job_id), job_record_yaml(data))
 
-    def write_command_line(self, arguments: Sequence[str]) -> None:
-        """Write the command that started the run, secrets masked."""
-        write_atomic(self.command_line, scrub_thoroughly(shlex.join(arguments)) + "\n")
+    def write_command_line(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Write the command that started the run, after the variables that override its recipe; secrets masked."""
+        variables = [f"{name}={shlex.quote(environ[name])}" for name in VARIABLES if environ.get(name)]
+        command = shlex.join([Path(arguments[0]).name, *arguments[1:]])
+        write_atomic(self.command_line, scrub_thoroughly(" ".join([*variables, command])) + "\n")
 
     def add_to_log(self, text: str) -> None:
         """Append text to the log after the engine has exited."""
