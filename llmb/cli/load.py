@@ -84,6 +84,7 @@ def _add_measurement_options(add: Any) -> None:
     add("--timeout", type=int, metavar="S", help="stop the run after this time")
     add("--no-report", action="store_true", help="write no report.html when the load ends")
     add("--dry-run", action="store_true", help="check everything and print the configuration, send nothing")
+    add("-q", "--quiet", action="store_true", help="no progress and no tables: a line for each run, its outcome")
     add("--json", action="store_true", help="print the stored Result as the last line")
 
 
@@ -111,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(to_json(config, indent=None if options.json else 2))
         return 0
-    codes, _ = run_repeatedly(config, {}, options.repeats, options.json, "local", report=not options.no_report)
+    report, quiet = not options.no_report, options.quiet
+    codes, _ = run_repeatedly(config, {}, options.repeats, options.json, "local", report=report, quiet=quiet)
     failed = sum(code != 0 for code in codes) + options.repeats - len(codes)
     if failed:
         print(f"ERROR: {failed} of {options.repeats} runs failed", file=sys.stderr)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def add_commands(commands: Any) -> None:
         add("--no-report", action="store_true", help="write no report.html when a run ends")
         add_fault_options(parser)
         add("--dry-run", action="store_true", help="say what would run, and run nothing")
+        add(
+            "-q",
+            "--quiet",
+            action="store_true",
+            help="no progress and no tables: a line for each run here, its outcome",
+        )
         add("--json", action="store_true", help="print the stored Result as the last line; of Slurm, a line a job")
 
 
@@ -90,12 +97,14 @@ def run(options: argparse.Namespace) -> int:
         resolved = [(task, submit_slurm.fit_allocation(config, os.environ, options.force)) for task, config in resolved]
     here = [config for _, config in resolved if config.engine != "openai"]
     check_memory(here, recipes, local=location == "local", force=options.force)
-    _print_departures(resolved, options.json)
+    if not options.quiet:
+        _print_departures(resolved, options.json)
     requested, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
         done, interrupted = run_repeatedly(
-            config, task.request.environment, task.repeats, options.json, location, report=not options.no_report
-        )
+            config, task.request.environment, task.repeats, options.json, location, report=not options.no_report,
+            quiet=options.quiet,
+        )  # fmt: skip
         codes += done
         if interrupted:  # Ctrl-C means the whole command
             break
@@ -237,8 +246,9 @@ def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool, advice: str = D
 
 
 def run_repeatedly(
-    config: Any, environment: dict[str, str], repeats: int, as_json: bool, location: str, report: bool = True
-) -> tuple[list[int], bool]:
+    config: Any, environment: dict[str, str], repeats: int, as_json: bool, location: str, report: bool = True,
+    quiet: bool = False,
+) -> tuple[list[int], bool]:  # fmt: skip
     """Repeat a run and print intervals of its figures; return exit codes and whether it was interrupted."""
     from llmb.report import repeat_table
 
@@ -246,11 +256,11 @@ def run_repeatedly(
     results: list[Any] = []
     interrupted = False
     while len(codes) < repeats and not interrupted:
-        code, interrupted, result = run_one(config, environment, as_json, location, report=report)
+        code, interrupted, result = run_one(config, environment, as_json, location, report=report, quiet=quiet)
         codes.append(code)
         results.append(result)
     table = repeat_table.repeats(results)
-    if table:
+    if table and not quiet:
         print(f"\n{table}", file=sys.stderr if as_json else sys.stdout)
     return codes, interrupted
 
@@ -272,12 +282,13 @@ def run_one(
     location: str,
     *,
     report: bool = True,
+    quiet: bool = False,
     python: str = sys.executable,
     **lineage: Any,
 ) -> tuple[int, bool, Any]:
     """Run once and print the result; return exit code, whether it was interrupted, and the result.
 
-    `lineage`: retry_of and attempt of a retry. `python`: the interpreter of local ranks.
+    `lineage`: retry_of and attempt of a retry. `python`: the interpreter of local ranks. `quiet`: print one line.
     """
     from llmb.cli.profile_pictures import describe_profile
     from llmb.cli.report.page_writer import write_report
@@ -287,7 +298,7 @@ def run_one(
     from llmb.report.serving_overview import overview
     from llmb.report.terminal.colour import print_report
 
-    output = sys.stderr if as_json else sys.stdout
+    output = StringIO() if quiet else sys.stderr if as_json else sys.stdout
     jobs: list[str] = []
 
     def announce(job: str, run_dir: Any) -> None:
@@ -295,7 +306,7 @@ def run_one(
         run_dir.write_command_line(sys.argv, os.environ)
         print(f"job {job}: {config.name}\nrun folder: {run_dir.short_path}", file=output, flush=True)
 
-    live = LiveLine(config)
+    live = LiveLine(config, output if quiet else None)
     try:
         run_dir, outcome, result = execute(config, environment, location, announce, live.show, python=python, **lineage)
     finally:
@@ -309,6 +320,8 @@ def run_one(
         print(write_report(run_dir), file=output)
     if as_json:
         print(to_json(result))
+    elif quiet:
+        print(f"{jobs[0]} {result.status}: {run_dir.short_path}", flush=True)
     refused = outcome.exit_code == 1 and config.engine == "native"  # the engine refused the configuration
     code = 0 if result.status == "ok" else 1 if refused else 2
     return code, outcome.interrupted is not None, result

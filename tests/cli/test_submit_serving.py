@@ -5,6 +5,7 @@ The engine is a script that writes the events of a real one; everything around i
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,16 @@ def test_repeats_end_with_an_interval_and_json_stays_last(llmb_run, engine, tmp_
     assert all("= PERFORMANCE OVERVIEW" in log.read_text() for log in logs(tmp_path))
     _, out, _ = llmb_run(*SERVE, *LOAD)
     assert "interval" not in out  # of one run
+
+
+def test_quiet_prints_one_line_for_each_run(llmb_run, engine, tmp_path):
+    engine()
+    code, out, err = llmb_run(*SERVE, *LOAD, "--quiet", "-r", "2")
+    assert (code, err) == (0, "")
+    assert [line.partition(": ")[0] for line in out.splitlines()] == ["L1 ok", "L2 ok"]
+    assert Path(out.splitlines()[0].partition(": ")[2], "report.html").exists()
+    code, out, err = llmb_run(*SERVE, *LOAD, "-q", "--json")
+    assert (code, err, json.loads(out)["status"]) == (0, "", "ok")
 
 
 def test_wrong_output_lengths_fail_the_run_without_a_report(llmb_run, engine, tmp_path):
