@@ -13,6 +13,9 @@ activations are saved for backward, and what is recomputed:
 
 The last of them stay on the device as far as there are slots, the others are in host memory. Weights and optimizer
 state that host memory does not hold live on disk (`disk_*`) and pass through staging buffers of the host.
+
+With LoRA the weights are frozen: buckets have neither gradients nor optimizer state, nothing of them is written back,
+and the adapters with all that belongs to them are on the device, outside of any bucket.
 """
 
 from dataclasses import dataclass
@@ -22,6 +25,22 @@ Update = Literal["master", "stochastic", "nearest"]
 Level = Literal["F", "A", "I"]
 FULL, ATTENTION, INPUT = "F", "A", "I"
 UPDATES: tuple[Update, ...] = ("master", "stochastic", "nearest")
+FrozenDtype = Literal["fp32", "bf16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters of frozen weights: y = x W^T + alpha / rank * (x A^T) B^T."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # projections with adapters, by their Hugging Face names
+    # Of the frozen weights. fp8: matrices in e4m3 with a scale per output channel, widened before their GEMMs.
+    frozen_weights: FrozenDtype
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +69,7 @@ class Plan:
     levels: str  # a letter for each chunk of a whole round, layer by layer
     disk_params: int = 0  # buckets that live on disk; none of them is resident
     disk_states: int = 0
+    lora: Lora | None = None  # none: all weights are trained
 
     @property
     def groups(self) -> int:
@@ -64,7 +84,12 @@ class Plan:
     @property
     def keeps_gradients(self) -> bool:
         """Return whether gradients are kept for a later round or step; otherwise each is consumed when complete."""
-        return self.rounds > 1 or self.update_at == "forward"
+        return self.lora is None and (self.rounds > 1 or self.update_at == "forward")
+
+    @property
+    def widens_weights(self) -> bool:
+        """Return whether frozen weights are in fp8, so that GEMMs take a widened copy."""
+        return self.lora is not None and self.lora.frozen_weights == "fp8"
 
     @property
     def uses_disk(self) -> bool:

@@ -21,7 +21,7 @@ MAY_BE_ZERO = {
     "recompute_layers", "offload_layers", "profile_start", "seed", "lr_warmup_steps",
     "resident_params", "resident_grads", "resident_states", "activation_slots", "full_saves", "attention_saves",
     "isl_spread", "osl_spread", "temperature", "speculative_tokens", "top_k", "warmup_requests", "max_restarts",
-    "disk_gib",
+    "disk_gib", "lora_rank",
 }  # fmt: skip
 FRACTIONS = {"kv_fraction", "top_p"}  # at most 1
 HIGHEST = {"num_requests": 10_000_000, "warmup_requests": 10_000_000, "max_restarts": 10_000}  # all held in memory

@@ -312,6 +312,11 @@ class OutOfCore:
     disk_gib: float = 0.0  # of a disk, for state and weights that host memory does not hold; 0: no disk is used
     disk_path: str | None = None  # folder on that disk; a run needs it, a plan does not
     disk_gbs: float | None = None  # GB/s of that disk each way, for the prediction; none: as `llmb-run probe` measured
+    weights: str | None = None  # folder in Hugging Face's layout with the initial weights; none: random weights
+    lora_rank: int = 0  # of LoRA adapters, while the weights are frozen; 0: all weights are trained
+    lora_alpha: float | None = None  # adapters are scaled by alpha / rank; none: twice the rank
+    lora_targets: tuple[str, ...] = ()  # projections with adapters: q_proj, gate_proj, ...; empty: all seven
+    frozen_weights: Literal["bf16", "fp8"] | None = None  # of LoRA: dtype of frozen weights; none: that of the run
     update: Update = "stochastic"  # rounding of weight updates
     clip: float | None = None  # gradient clipping: largest global norm; none: no clipping
     gbs: int | None = None  # sequences per optimizer step

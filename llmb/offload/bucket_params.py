@@ -19,7 +19,7 @@ from llmb.config.llama_layer_shapes import has_llama_layers, layer_weight_shapes
 from llmb.config.spec import Model
 from llmb.models.architectures import build_model
 from llmb.models.decoder import parameter_generator
-from llmb.offload.buffer_views import bucket_tensors
+from llmb.offload.lora.frozen_weights import StoredTensor, store_rows
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.layer_params import layer_param_shapes
 
@@ -31,6 +31,7 @@ WHOLE = {
     "post_norm2_C": "mlp_post_norm",
 }  # fmt: skip
 
+EditTensors = Callable[[int], AbstractContextManager[list[StoredTensor]]]
 Scratch = Callable[[torch.Size], Tensor]  # fp32 memory on the device for a tensor of this shape
 
 
@@ -57,19 +58,16 @@ def param_slices(model: Model, bucket: int) -> list[ParamSlice]:
 
 
 @torch.no_grad()
-def init_bucket_weights(
-    model: Model, seed: int, edit_weights: Callable[[int], AbstractContextManager[Tensor]], scratch: Scratch
-) -> None:
+def init_bucket_weights(model: Model, seed: int, edit_tensors: EditTensors, scratch: Scratch) -> None:
     """Initialise all weights, straight to where each bucket lives.
 
     They equal those of `build_model(model).init_weights(seed)` on the same device: a parameter's values depend on the
-    seed and its name alone. `edit_weights(bucket)`: its elements, while a context is open.
+    seed and its name alone. `edit_tensors(bucket)`: its tensors, while a context is open.
     """
     for bucket, drawn in groupby(_initial_values(model, seed, scratch), key=lambda values: values[0]):
-        with edit_weights(bucket) as weights:
-            tensors = bucket_tensors(weights, ParamBuckets(model).tensors(bucket))
+        with edit_tensors(bucket) as tensors:
             for _, param, values in drawn:
-                tensors[param.tensor][param.rows].copy_(values)
+                store_rows(tensors[param.tensor], param.rows, values)
 
 
 def _initial_values(model: Model, seed: int, scratch: Scratch) -> Iterator[tuple[int, ParamSlice, Tensor]]:

@@ -21,6 +21,7 @@ from llmb.config.llama_layer_shapes import aligned, layer_weight_shapes
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
+from llmb.offload.lora.frozen_weights import StoredTensor, fp8_bucket_tensors
 from llmb.ops.optim.adam import Rounding
 
 Shape = tuple[int, ...]
@@ -96,10 +97,17 @@ class OffloadDtypes:
     moment: torch.dtype
     has_low: bool
     rounding: Rounding
+    has_fp8_weights: bool = False  # frozen ones
 
     def weights(self, buffer: Tensor) -> Tensor:
         """Return the elements of a bucket's weights, given its bytes."""
         return buffer.view(self.activation)
+
+    def stored(self, buffer: Tensor, shapes: Sequence[Shape]) -> list[StoredTensor]:
+        """Return the tensors of a bucket's weights as they are stored, given its bytes."""
+        if self.has_fp8_weights:
+            return fp8_bucket_tensors(buffer, shapes, self.activation)
+        return [*bucket_tensors(self.weights(buffer), shapes)]
 
     def grads(self, buffer: Tensor) -> Tensor:
         """Return the elements of its gradients."""
@@ -116,9 +124,10 @@ class OffloadDtypes:
 
 def offload_dtypes(plan: Plan) -> OffloadDtypes:
     """Return the dtypes of a plan; in fp32 nothing is rounded, whatever the update."""
+    fp8 = plan.widens_weights
     if plan.dtype == "fp32":
-        return OffloadDtypes(torch.float32, torch.float32, torch.float32, has_low=False, rounding="nearest")
+        return OffloadDtypes(torch.float32, torch.float32, torch.float32, False, "nearest", fp8)
     rounding: Rounding = "stochastic" if plan.update == "stochastic" else "nearest"
     has_master = plan.update == "master"
     moment = torch.float32 if has_master else torch.bfloat16
-    return OffloadDtypes(torch.bfloat16, moment, moment, has_low=has_master, rounding=rounding)
+    return OffloadDtypes(torch.bfloat16, moment, moment, has_master, rounding, fp8)

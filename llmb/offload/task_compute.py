@@ -8,7 +8,7 @@ waits for the device.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from llmb.models.llama_layer.fp8_linears import Fp8Linears
 from llmb.models.llama_layer.layer import LlamaLayer
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
+from llmb.models.llama_layer.lora_linears import LoraLinears
 from llmb.offload.arena import Arena
 from llmb.offload.buffer_views import (
     attn_view,
@@ -33,6 +34,8 @@ from llmb.offload.buffer_views import (
 )
 from llmb.offload.chunked_batches import GroupBatch
 from llmb.offload.executor import Compute
+from llmb.offload.lora.adapter_state import AdamStep, AdapterState
+from llmb.offload.lora.frozen_weights import WidenedWeights
 from llmb.offload.vocab_ends import embed, embed_backward, head_loss
 from llmb.ops.optim.adam import adam_update
 from llmb.perfmodel.offload.buffers import BufferKey, ParamBuckets
@@ -44,13 +47,6 @@ from llmb.runtime.adamw_settings import BETAS, EPS, WEIGHT_DECAY
 
 Shapes = tuple[tuple[int, ...], ...]
 RopeRows = Callable[[GroupBatch, slice, str], tuple[Tensor, Tensor]]  # cosine and sine of some tokens, kind of layer
-
-
-class AdamStep(NamedTuple):
-    """Update of a step."""
-
-    number: int  # from 1
-    lr: float
 
 
 class StepStats:
@@ -84,11 +80,14 @@ class StepStats:
 
     def finish(self, num_labels: int, out: Tensor) -> None:
         """Copy mean loss and norm to the host, and set the factor of the step's update."""
+        out.copy_(torch.stack((self._loss / num_labels, self._squares.sqrt())), non_blocking=True)
+        self.factor.copy_(self.final_factor())
+
+    def final_factor(self) -> Tensor:
+        """Return the factor of a step whose gradients are all added."""
         norm = self._squares.sqrt()
-        out.copy_(torch.stack((self._loss / num_labels, norm)), non_blocking=True)
         unclipped = self._one_if_finite(norm + self._loss)
-        factor = unclipped if self.clip is None else (self.clip / (norm + 1e-6)).clamp_(max=1.0) * unclipped
-        self.factor.copy_(factor)
+        return unclipped if self.clip is None else (self.clip / (norm + 1e-6)).clamp_(max=1.0) * unclipped
 
     def provisional_factor(self) -> Tensor:
         """Return the factor of updates before the step is done: 1, as long as everything so far is finite."""
@@ -108,7 +107,10 @@ class TaskRunner:
         self.buckets, self.dtypes = ParamBuckets(model), offload_dtypes(plan)
         self.weight_names = [*layer_weight_shapes(model)]
         self.fp8 = Fp8ModelWeights(model, arena.device) if plan.dtype == "fp8" else None
+        self.adapters = AdapterState(model, plan, arena.buffer("adapters", 0)) if plan.lora is not None else None
+        self.widened = WidenedWeights(model, self.dtypes.activation, arena.device) if plan.widens_weights else None
         linears: Any = PlainLinears if self.fp8 is None else Fp8Linears
+        linears = linears if self.adapters is None else LoraLinears
         self.layers: dict[str, LlamaLayer[Any]] = {}  # by letter of the attention pattern; or else
         self.autograd_layers: dict[str, AutogradLayer] = {}
         for kind in set(model.attention_pattern):
@@ -143,9 +145,12 @@ class TaskRunner:
             self.stats.add_gradients([tensor for key in complete for tensor in self._bucket(operation, key)])
 
     def _embed(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
-        if self.fp8 is not None and operation.task.round == chunk.place == 0:  # a step begins
-            self.fp8.scales.update()
-        shards = [self._bucket(operation, BufferKey("param", bucket))[0] for bucket in self.buckets.embedding]
+        if operation.task.round == chunk.place == 0:  # a step begins
+            if self.fp8 is not None:
+                self.fp8.scales.update()
+            if self.adapters is not None:
+                self.adapters.begin_step()
+        shards = [tensors[0] for tensors in self._params(operation, self.buckets.embedding)]
         out_NC = self._residual(operation, "inp", 0)
         embed(batch.tokens_T[_rows(chunk)], shards, out_NC, self.model.embedding_scale)
 
@@ -173,14 +178,15 @@ class TaskRunner:
         return self.model.attention_kind(layer)
 
     def _head(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
-        params, grads = ([self._bucket(operation, BufferKey(kind, bucket)) for bucket in self.buckets.head]
-                         for kind in ("param", "grad"))  # fmt: skip
+        params, is_trained = self._params(operation, self.buckets.head), self.adapters is None
+        trained = self.buckets.head if is_trained else range(0)
+        grads = [self._bucket(operation, BufferKey("grad", bucket)) for bucket in trained]
         losses_N = torch.empty(chunk.tokens, device=self.arena.device)
         head_loss(
             self._residual(operation, "inp", self.model.layers), params[-1][1], self.model.norm_eps,
             [tensors[0] for tensors in params], batch.labels_T[_rows(chunk)], 1 / batch.num_labels,
-            self._residual(operation, "dstream", -1), [tensors[0] for tensors in grads], grads[-1][1],
-            self._accumulates(operation, self.buckets.head), losses_N, self.plan.loss_tokens,
+            self._residual(operation, "dstream", -1), [tensors[0] for tensors in grads],
+            grads[-1][1] if is_trained else None, self._accumulates(operation, self.buckets.head), losses_N, self.plan.loss_tokens,
             self.model.logit_scale, self.model.logit_softcap,
         )  # fmt: skip
         self.stats.add_losses(losses_N)
@@ -209,7 +215,7 @@ class TaskRunner:
                 weights, input_NC, kv, segments, *cos_sin, attn, saved, attn_saved=task.level == ATTENTION
             )  # fmt: skip
         layer.backward(
-            weights, self._layer_weights(operation, "grad"), accumulate, input_NC, kv, attn, saved, *dkv_args, segments,
+            weights, self._grads(operation), accumulate, input_NC, kv, attn, saved, *dkv_args, segments,
             *cos_sin, d_residual_NC,
         )  # fmt: skip
 
@@ -223,6 +229,9 @@ class TaskRunner:
     def _update(self, operation: Operation, update: AdamStep) -> None:
         """Update matrices in one pass with the padding between them, vectors, which do not decay, in another."""
         bucket = operation.task.layer
+        if self.adapters is not None:
+            self.stats.add_gradients([self.adapters.grads])
+            return self.adapters.update(update, self.stats.final_factor(), self.seed)
         param, grad, state = (self._bytes(operation, BufferKey(kind, bucket)) for kind in ("param", "grad", "state"))
         if operation.task.first_update:
             state.zero_()
@@ -246,7 +255,7 @@ class TaskRunner:
         return ranges if end > border else ranges[:1]
 
     def _accumulates(self, operation: Operation, buckets: range) -> bool:
-        """Return whether these gradients already exist; all of them do, or none."""
+        """Return whether these gradients already exist; all of them do, or none. Those of adapters always do."""
         return BufferKey("grad", buckets[0]) not in operation.task.makes
 
     def _bytes(self, operation: Operation, key: BufferKey) -> Tensor:
@@ -258,7 +267,7 @@ class TaskRunner:
         return torch.empty(self.arena.sizes[key.kind], dtype=torch.uint8, device=self.arena.device)
 
     def _bucket(self, operation: Operation, key: BufferKey) -> list[Tensor]:
-        """Return the tensors of a bucket's weights or gradients."""
+        """Return the tensors of a bucket's weights, unless frozen in fp8, or gradients."""
         shapes = self.buckets.tensors(key.layer)
         view_key = (key.kind, operation.buffers[key], shapes)
         if view_key not in self._views:
@@ -266,13 +275,33 @@ class TaskRunner:
             self._views[view_key] = bucket_tensors(elements(self._bytes(operation, key)), shapes)
         return self._views[view_key]
 
+    def _params(self, operation: Operation, buckets: range) -> list[list[Tensor]]:
+        """Return the weights of buckets in the dtype of GEMMs."""
+        if self.widened is None:
+            return [self._bucket(operation, BufferKey("param", bucket)) for bucket in buckets]
+        return self.widened.tensors(
+            buckets,
+            lambda bucket: self.dtypes.stored(
+                self._bytes(operation, BufferKey("param", bucket)), self.buckets.tensors(bucket)
+            ),
+        )
+
     def _weights(self, operation: Operation, pass_name: PassName) -> LayerWeights | Fp8LayerWeights:
         """Return the weights of a layer, as its linear layers take them."""
-        weights = self._layer_weights(operation, "param")
-        return weights if self.fp8 is None else self.fp8.layer(operation.task.layer, pass_name, weights)
+        layer = operation.task.layer
+        weights = self._layer_weights(self._params(operation, range(layer, layer + 1))[0])
+        if self.adapters is not None:
+            return self.adapters.adapters.weights(layer, weights)
+        return weights if self.fp8 is None else self.fp8.layer(layer, pass_name, weights)
 
-    def _layer_weights(self, operation: Operation, kind: str) -> LayerWeights:
-        tensors = self._bucket(operation, BufferKey(kind, operation.task.layer))
+    def _grads(self, operation: Operation) -> LayerWeights:
+        """Return what the gradients of a layer are written to."""
+        layer = operation.task.layer
+        if self.adapters is not None:
+            return self.adapters.adapters.grads(layer)
+        return self._layer_weights(self._bucket(operation, BufferKey("grad", layer)))
+
+    def _layer_weights(self, tensors: list[Tensor]) -> LayerWeights:
         return LayerWeights(**dict(zip(self.weight_names, tensors, strict=True)))
 
     def _residual(self, operation: Operation, kind: str, layer: int) -> Tensor:

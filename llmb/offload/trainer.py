@@ -29,9 +29,11 @@ from llmb.offload.chunked_batches import ChunkedBatches
 from llmb.offload.cuda_streams import StreamEvent, Streams, create_streams
 from llmb.offload.disk_tier import DiskTier
 from llmb.offload.executor import Compute, Executor, StreamObserver
+from llmb.offload.lora.adapter_state import AdamStep, AdapterState
+from llmb.offload.lora.frozen_weights import StoredTensor
 from llmb.offload.pinned_memory import HostSlab
 from llmb.offload.step_programs import ProgramCache, StepRequest
-from llmb.offload.task_compute import AdamStep, StepStats, TaskRunner
+from llmb.offload.task_compute import StepStats, TaskRunner
 from llmb.perfmodel.offload.buffers import BufferKey, ParamBuckets
 from llmb.perfmodel.offload.plan_memory import disk_bytes
 from llmb.perfmodel.offload.program import Operation, Program
@@ -96,8 +98,10 @@ class Trainer:
         self.start = StepStart(updates=0, pending=False)
 
     def initialise(self) -> None:
-        """Initialise the weights as ordinary training does."""
-        init_bucket_weights(self.model, self.seed, self.edit_weights, self.arena.scratch)
+        """Initialise the weights as ordinary training does, and adapters behind them, whose memory was scratch."""
+        init_bucket_weights(self.model, self.seed, self.edit_tensors, self.arena.scratch)
+        if self.adapters is not None:
+            self.adapters.initialise(self.seed)
 
     def resume(self, updates: int, scales: Mapping[str, Tensor] | None = None) -> None:
         """Continue after so many updates, with the fp8 `scales` of then; if none are given they are measured anew.
@@ -159,6 +163,12 @@ class Trainer:
             yield self.dtypes.weights(weights)
 
     @contextmanager
+    def edit_tensors(self, bucket: int, write: bool = True) -> Iterator[list[StoredTensor]]:
+        """Yield the tensors of a bucket's weights, likewise; frozen matrices may be in fp8."""
+        with self._bytes(BufferKey("param", bucket), write) as weights:
+            yield self.dtypes.stored(weights, ParamBuckets(self.model).tensors(bucket))
+
+    @contextmanager
     def edit_state(self, bucket: int, write: bool = True) -> Iterator[dict[str, Tensor]]:
         """Yield a bucket's weights and optimizer state as `bucket_state` does; changes are written back."""
         with self.edit_weights(bucket, write) as weights, self._bytes(BufferKey("state", bucket), write) as data:
@@ -179,6 +189,11 @@ class Trainer:
             yield memory[: self.arena.sizes[key.kind]]
             if write:
                 self.disk.store(key, memory)
+
+    @property
+    def adapters(self) -> AdapterState | None:
+        """What LoRA trains; none: all weights are trained."""
+        return self.runner.adapters
 
     @property
     def scales(self) -> dict[str, Tensor] | None:

@@ -50,7 +50,7 @@ def head_loss(
     scale: float | Tensor,
     d_residual_NC: Tensor,
     dshards: Sequence[Tensor],
-    dnorm_C: Tensor,
+    dnorm_C: Tensor | None,
     accumulate: bool,
     losses_N: Tensor,
     loss_tokens: int,
@@ -59,7 +59,8 @@ def head_loss(
 ) -> None:
     """Compute each token's loss, and the gradients of `scale` times their sum.
 
-    Tokens with a negative label are ignored. The gradients of head and norm are written, or added to. Logits are
+    Tokens with a negative label are ignored. The gradients of head and norm are written, or added to; a frozen head has
+    no `dshards`, a frozen norm no `dnorm`. Logits are
     multiplied by `logit_scale`, and then soft-capped to +-logit_softcap if given.
     """
     gemms = LinearGemms()

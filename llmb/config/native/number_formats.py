@@ -30,7 +30,7 @@ BLOCK_SCALED = (
 
 FORMAT_FIELDS = (
     "dtype", "kv_dtype", "fp8_recipe", "fp8_experts", "fp8_fast_accum", "master_weights", "gradients", "reduce_dtype",
-    "moments", "update",
+    "moments", "update", "frozen_weights",
 )  # fmt: skip
 
 

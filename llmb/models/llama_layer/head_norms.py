@@ -37,9 +37,12 @@ def norm_heads(x_NA: Tensor, weight_D: Tensor, eps: float, out: Tensor | None = 
 
 
 def norm_heads_backward_(
-    grad_NA: Tensor, x_NA: Tensor, weight_D: Tensor, eps: float, dweight_D: Tensor, accumulate: bool
+    grad_NA: Tensor, x_NA: Tensor, weight_D: Tensor, eps: float, dweight_D: Tensor | None, accumulate: bool
 ) -> None:
-    """Turn the gradient of the normed heads, a strided view, into that of x; set that of the weight, or add to it."""
+    """Turn the gradient of the normed heads, a strided view, into that of x; set that of the weight, or add to it.
+
+    Without one the weight is frozen.
+    """
     rows = _rows(grad_NA.contiguous(), weight_D)
     rms_norm_backward(rows, _rows(x_NA, weight_D), weight_D, eps, None, rows, dweight_D, accumulate)
     grad_NA.copy_(rows.view(grad_NA.shape))

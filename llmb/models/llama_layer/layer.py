@@ -267,8 +267,6 @@ class LlamaLayer(Generic[Weights]):
     ) -> None:
         """Take the gradients of queries, keys and values through their norms, and set or add to those of vectors."""
         if vectors.q_norm_D is not None and vectors.k_norm_D is not None:
-            assert grads.q_norm_D is not None
-            assert grads.k_norm_D is not None
             assert saved.k_NW is not None
             dq_NA, dk_NW, _ = dqkv_NX.split((self.width, self.kv_width, self.kv_width), dim=1)
             eps = self.model.norm_eps

@@ -14,7 +14,10 @@ Block = Literal["attn", "mlp"]  # of a layer: each adds its output to the residu
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer, or their gradients; linear layers are x @ weight.T."""
+    """Weights of one layer, or their gradients; linear layers are x @ weight.T.
+
+    With LoRA matrices are `AdaptedWeight`s, their gradients `Adapter`s, and gradients of vectors None.
+    """
 
     wqkv_XC: Tensor  # X: A for the queries, W for the keys, W for the values
     wo_CA: Tensor

@@ -7,7 +7,8 @@
     linears.down_proj(gate_up_N2F, residual_NC, out_NC, saved)                      # activation, then added to it
 
 The backward methods run in reverse order. The attention in between belongs to `layer.py`. Another precision is another
-class with the same methods (`fp8_linears.py`): what produces the input of a GEMM must know its format.
+class with the same methods (`fp8_linears.py`): what produces the input of a GEMM must know its format. Adapters of
+frozen weights only change the GEMMs (`lora_linears.py`); gradients of frozen vectors are None.
 
 With tensor parallelism `model` has the sizes of this rank's shard, the residual has its S tokens, and the collectives
 are those of `TensorParallel`: normed inputs and output gradients are gathered, partial outputs and input gradients
@@ -132,13 +133,12 @@ class ResidualLinears:
         if norm_C is None:
             return d_residual_SC
         assert saved_SC is not None
-        assert dnorm_C is not None
         rms_norm_backward(d_residual_SC, saved_SC, norm_C, self.model.norm_eps, None, saved_SC, dnorm_C, accumulate)
         return saved_SC
 
     def _norm_backward(
         self, partial_NC: Tensor, x_SC: Tensor, weight_C: Tensor, d_residual_SC: Tensor, out_SC: Tensor,
-        dweight_C: Tensor, accumulate: bool,
+        dweight_C: Tensor | None, accumulate: bool,
     ) -> None:  # fmt: skip
         """Set `out` to d_residual plus the gradient of x, given this rank's part of that of the normed x."""
         dx_SC = partial_NC if self.tp is None else self.tp.reduce_scatter(partial_NC)

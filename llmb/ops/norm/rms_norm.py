@@ -33,12 +33,12 @@ def rms_norm_backward(
     eps: float,
     d_residual_NC: Tensor | None,
     out_NC: Tensor,
-    dweight_C: Tensor,
+    dweight_C: Tensor | None,
     accumulate: bool,
 ) -> None:
     """Write d_residual (None: zero) + dx to `out`, which may be d_residual, dy or x, and dweight, or add to it.
 
-    dweight is summed over rows in a fixed order: the same call gives the same bits.
+    dweight is summed over rows in a fixed order: the same call gives the same bits. None: the weight is frozen.
     """
     dy, x, weight = at_least_fp32(dy_NC), at_least_fp32(x_NC), at_least_fp32(weight_C)
     inverse_rms = _inverse_rms(x, eps)
@@ -46,7 +46,8 @@ def rms_norm_backward(
     dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
     dweight = (dy * normed).sum(0)
     out_NC.copy_(dx if d_residual_NC is None else at_least_fp32(d_residual_NC) + dx)
-    dweight_C.copy_(at_least_fp32(dweight_C) + dweight if accumulate else dweight)
+    if dweight_C is not None:
+        dweight_C.copy_(at_least_fp32(dweight_C) + dweight if accumulate else dweight)
 
 
 def _inverse_rms(x_NC: Tensor, eps: float) -> Tensor:

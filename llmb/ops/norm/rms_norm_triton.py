@@ -68,6 +68,7 @@ def _rms_norm_backward(
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_DWEIGHT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     c = tl.arange(0, BLOCK_C)
@@ -82,13 +83,15 @@ def _rms_norm_backward(
         inverse = tl.rsqrt(tl.sum(x * x, 1) / C + eps)[:, None]
         mean = (tl.sum(dnormed * x, 1) / C)[:, None] * inverse
         normed = x * inverse
-        dweight += dy * normed
+        if HAS_DWEIGHT:
+            dweight += dy * normed
         dx = inverse * (dnormed - normed * mean)
         if HAS_RESIDUAL:
             dx += d_residual
         offsets, mask = _row_offsets(out_stride, first, n, C, BLOCK_C, ROWS)
         tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(partials_ptr + tl.program_id(0) * C + c, tl.sum(dweight, 0), mask=c < C)
+    if HAS_DWEIGHT:
+        tl.store(partials_ptr + tl.program_id(0) * C + c, tl.sum(dweight, 0), mask=c < C)
 
 
 @triton.jit
@@ -152,7 +155,7 @@ def rms_norm_backward_triton(
     eps: float,
     d_residual_NC: Tensor | None,
     out_NC: Tensor,
-    dweight_C: Tensor,
+    dweight_C: Tensor | None,
     accumulate: bool,
 ) -> None:
     """Launch the kernels of `rms_norm.rms_norm_backward`."""
@@ -168,13 +171,17 @@ def rms_norm_backward_triton(
     stage_bytes = 3 * rows * block_c * x_NC.element_size()
     shared_bytes = min(SHARED_MEMORY_BYTES, gpu.shared_memory_bytes or SHARED_MEMORY_BYTES)
     stages = min(max(shared_bytes // programs_per_sm // stage_bytes, 1), MAX_STAGES)
-    partials_PC = torch.empty(programs, c, dtype=torch.float32, device=x_NC.device)
+    has_dweight = dweight_C is not None
+    partials_PC = torch.empty(programs if has_dweight else 0, c, dtype=torch.float32, device=x_NC.device)
     if n:
         _rms_norm_backward[(programs,)](
             dy_NC, x_NC, weight_C, residual, out_NC, partials_PC,
             dy_NC.stride(0), x_NC.stride(0), residual.stride(0), out_NC.stride(0), n, eps,
-            C=c, BLOCK_C=block_c, ROWS=rows, HAS_RESIDUAL=d_residual_NC is not None, STAGES=stages, num_warps=warps,
+            C=c, BLOCK_C=block_c, ROWS=rows, HAS_RESIDUAL=d_residual_NC is not None, HAS_DWEIGHT=has_dweight,
+            STAGES=stages, num_warps=warps,
         )  # fmt: skip
+    if not has_dweight:
+        return
     _sum_partials[(triton.cdiv(c, SUM_CHANNELS),)](
         partials_PC, dweight_C, programs,
         C=c, BLOCK_P=triton.next_power_of_2(max(programs, 1)), BLOCK_C=SUM_CHANNELS, ACCUMULATE=accumulate,

@@ -7,8 +7,10 @@
     rest                the other saved activations: queries, residual after the attention, outputs of gate and up
     dstream             a chunk's gradient of the residual
     dkv                 gradients of a group's keys and values, while backward goes through its chunks
+    adapters            with LoRA: all adapters, their gradients and their optimizer state; never moved
 
-A buffer is one contiguous range of bytes; the tensors in it begin at multiples of 256, in the order given here.
+A buffer is one contiguous range of bytes; the tensors in it begin at multiples of 256, in the order given here. Frozen
+weights in fp8 have their matrices first, then the vectors in the dtype of activations, then the scales of the matrices.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from math import prod
 from typing import NamedTuple
 
 from llmb.config.llama_layer_shapes import aligned
-from llmb.config.offload_plan import Plan
+from llmb.config.lora_shapes import adapter_numel
+from llmb.config.offload_plan import Lora, Plan
 from llmb.config.spec import Model
 from llmb.perfmodel.offload.layer_params import layer_shapes
 
@@ -101,6 +104,8 @@ def padded_numel(shapes: tuple[tuple[int, ...], ...]) -> int:
 
 def kinds_with_own_host_slots(plan: Plan) -> tuple[str, ...]:
     """Return the kinds of which every buffer has a host slot of its own; all others share a pool of slots."""
+    if plan.lora is not None:
+        return ("param",)
     return BUCKET_KINDS if plan.keeps_gradients else ("param", "state")
 
 
@@ -120,20 +125,52 @@ def buffer_bytes(model: Model, plan: Plan) -> dict[str, int]:
     numel = ParamBuckets(model).bucket_numel
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     rows, context = plan.chunk_tokens, plan.group_tokens
-    state = (4, 4) if plan.dtype == "fp32" else STATE_BYTES[plan.update]
-    grad = 4 if plan.dtype == "fp32" else GRAD_BYTES[plan.update]
+    grad, state = (0, 0) if plan.lora is not None else update_itemsizes(plan)
     all_heads = rows * width * itemsize
     residual = rows * model.hidden * itemsize
     keys = rows * kv_width * itemsize if model.qk_norm is not None else 0  # before their norms
     normed = aligned(keys) + (2 * aligned(residual) if model.post_norms else 0)
+    adapters = {} if plan.lora is None else {"adapters": _adapter_bytes(model, plan, plan.lora)}
     return {
-        "param": numel * itemsize,
+        "param": _fp8_bucket_bytes(model, itemsize) if plan.widens_weights else numel * itemsize,
         "grad": numel * grad,
-        "state": sum(numel * size for size in state),
+        "state": numel * state,
         "inp": aligned(residual),
         "kv": 2 * aligned(context * kv_width * itemsize),
         "attn": aligned(all_heads) + aligned(4 * model.heads * rows),
         "rest": aligned(all_heads) + aligned(residual) + aligned(rows * 2 * model.ffn * itemsize) + normed,
         "dstream": aligned(residual),
         "dkv": 2 * aligned(4 * context * kv_width),
-    }
+    } | adapters
+
+
+def update_itemsizes(plan: Plan) -> tuple[int, int]:
+    """Return the bytes of a trained parameter's gradient and of its optimizer state."""
+    if plan.dtype == "fp32":
+        return 4, 8
+    return GRAD_BYTES[plan.update], sum(STATE_BYTES[plan.update])
+
+
+def _adapter_bytes(model: Model, plan: Plan, lora: Lora) -> int:
+    return adapter_numel(model, lora) * (activation_itemsize(plan) + sum(update_itemsizes(plan)))
+
+
+def _fp8_bucket_bytes(model: Model, itemsize: int) -> int:
+    """Return the bytes of the largest bucket with matrices in fp8."""
+    buckets = ParamBuckets(model)
+    return max(fp8_tensor_bytes(buckets.tensors(bucket), itemsize) for bucket in range(buckets.count))
+
+
+def fp8_tensor_bytes(shapes: tuple[tuple[int, ...], ...], itemsize: int) -> int:
+    """Return the bytes of tensors whose matrices are in fp8 with an fp32 scale per row."""
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    vectors = [shape for shape in shapes if len(shape) != 2]
+    scales = tuple((rows,) for rows, _ in matrices)
+    return padded_numel(tuple(matrices)) + itemsize * padded_numel(tuple(vectors)) + 4 * padded_numel(scales)
+
+
+def widened_numel(model: Model) -> int:
+    """Return the elements that are widened at once: a layer, or all shards of the embedding or of the head."""
+    buckets = ParamBuckets(model)
+    ends = (sum(padded_numel(buckets.tensors(bucket)) for bucket in end) for end in (buckets.embedding, buckets.head))
+    return max(padded_numel(layer_shapes(model)), *ends)

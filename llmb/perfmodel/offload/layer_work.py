@@ -9,17 +9,20 @@ its forward pass again, without the attention if that was saved.
 from typing import NamedTuple
 
 from llmb.config.llama_layer_shapes import has_llama_layers
-from llmb.config.offload_plan import Plan
+from llmb.config.lora_shapes import adapter_params
+from llmb.config.offload_plan import Lora, Plan
 from llmb.config.spec import Model
 from llmb.perfmodel.block_costs import block_stack
-from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
+from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes, update_itemsizes
+from llmb.perfmodel.offload.lora_costs import adapter_work
 from llmb.perfmodel.offload.operand_bytes import operand_bytes
 
 
 class LayerWork(NamedTuple):
     """Work of a layer: for each token, and once for each chunk."""
 
-    gemm_macs: int  # forward; backward has twice as many
+    gemm_macs: int  # forward
+    backward_macs: int
     recompute_macs: int
     forward_bytes: int
     recompute_bytes: int
@@ -30,6 +33,8 @@ class LayerWork(NamedTuple):
 def layer_work(model: Model, plan: Plan) -> LayerWork:
     """Return the work of a layer in the plan's dtype."""
     gradient = buffer_bytes(model, plan)["grad"] / ParamBuckets(model).bucket_numel
+    if plan.lora is not None:
+        return _adapted(_plain(model, plan, gradient), model, plan, plan.lora)
     return _plain(model, plan, gradient) if has_llama_layers(model) else _autograd(model, plan, gradient)
 
 
@@ -41,6 +46,7 @@ def _plain(model: Model, plan: Plan, gradient: float) -> LayerWork:
     post = 2 * model.hidden * model.post_norms
     return LayerWork(
         gemm_macs=matrices,
+        backward_macs=2 * matrices,
         recompute_macs=model.hidden * (2 * width + (2 + model.post_norms) * model.ffn + (kv_width if norms else 0)),
         # Two residual adds, by post-norms too; RoPE, norms and biases, in place.
         forward_bytes=itemsize * (2 * 3 * model.hidden + 2 * (width + kv_width) + 2 * norms + 2 * qkv * bias)
@@ -55,6 +61,20 @@ def _plain(model: Model, plan: Plan, gradient: float) -> LayerWork:
         # Every weight gradient is read and written once more to accumulate. In fp8 that is a separate pass, which also
         # reads the addend.
         gradient_bytes=(3.0 if plan.dtype == "fp8" else 2.0) * matrices * gradient,
+    )
+
+
+def _adapted(work: LayerWork, model: Model, plan: Plan, lora: Lora) -> LayerWork:
+    """Add the work of adapters, and leave out the gradients of frozen weights."""
+    adapters, itemsize = adapter_work(model, lora), activation_itemsize(plan)
+    return work._replace(
+        gemm_macs=work.gemm_macs + adapters.forward_macs,
+        backward_macs=work.gemm_macs + adapters.backward_macs,
+        recompute_macs=work.recompute_macs + adapters.recompute_macs,
+        forward_bytes=work.forward_bytes + itemsize * adapters.forward_elements,
+        recompute_bytes=work.recompute_bytes + itemsize * adapters.recompute_elements,
+        backward_bytes=work.backward_bytes + itemsize * adapters.backward_elements,
+        gradient_bytes=2.0 * adapter_params(model, lora) / model.layers * update_itemsizes(plan)[0],
     )
 
 
@@ -77,6 +97,7 @@ def _autograd(model: Model, plan: Plan, gradient: float) -> LayerWork:
     backward += 5 * mlp + (4 * experts + 2 * model.hidden if experts else 0)
     return LayerWork(
         gemm_macs=macs,
+        backward_macs=2 * macs,
         recompute_macs=macs,
         forward_bytes=itemsize * (layer + 2 * model.hidden + 2 * 2 * kv_width),  # the output, keys and values copied
         recompute_bytes=itemsize * layer,

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from llmb.config.llama_layer_shapes import has_llama_layers
-from llmb.config.offload_plan import ATTENTION, INPUT, Plan, Update
+from llmb.config.offload_plan import ATTENTION, INPUT, Lora, Plan, Update
 from llmb.config.spec import Model
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.buffers import BUCKET_KINDS, ParamBuckets, buffer_bytes, bytes_on_disk
@@ -29,6 +29,7 @@ from llmb.perfmodel.offload.step_tasks import round_chunks
 from llmb.perfmodel.offload.task_durations import TaskDurations
 
 MIN_STATE_BUFFERS = 2  # one in use, one being filled or copied out
+FIXED_KINDS = ("dstream", "dkv", "workspace", "inputs", "context", "adapters")
 LOSS_TOKENS = (2048, 4096, 8192)  # tokens per loss chunk: larger ones accumulate into the head's gradient less often
 
 
@@ -52,6 +53,7 @@ class PlanConstraints:
     activation_slots: int | None = None  # fully saved (layer, chunk)s that stay on the device
     full_saves: int | None = None  # of those on the host
     attention_saves: int | None = None
+    lora: Lora | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class ShapeCosts:
     buckets: ParamBuckets
     sizes: dict[str, int]  # of a buffer, by kind
     fixed_bytes: int  # bytes on the device besides buckets and slots
-    update_s: float  # of a bucket
+    update_s: float  # of all buckets, or adapters
     round_s: float  # forward and backward without recomputation
     recompute_attention_s: float  # mean recomputation of a (layer, chunk) that saves its attention
     recompute_input_s: float  # and of one that does not
@@ -107,8 +109,8 @@ def shape_costs(
     return ShapeCosts(
         buckets=buckets,
         sizes=buffer_bytes(model, plan),
-        fixed_bytes=sum(usage[kind] for kind in ("dstream", "dkv", "workspace", "inputs", "context")),
-        update_s=durations.seconds_of(durations.update),
+        fixed_bytes=sum(usage.get(kind, 0) for kind in FIXED_KINDS),
+        update_s=durations.seconds_of(durations.update) * (buckets.count if plan.lora is None else 1),
         round_s=model.layers * forward_backward_s + head_s,
         recompute_attention_s=mean(ATTENTION),
         recompute_input_s=mean(INPUT),
@@ -162,7 +164,7 @@ class PlanCandidate:
         buckets = costs.buckets
         away = self._all - saves.whole - saves.light  # (layer, chunk)s whose activations are on the host
         recomputed = away - saves.full_on_host - saves.attention_on_host
-        compute = buckets.count * costs.update_s + plan.rounds * (
+        compute = costs.update_s + plan.rounds * (
             costs.round_s
             + (saves.light + saves.attention_on_host) * costs.recompute_attention_s
             + recomputed * costs.recompute_input_s
@@ -177,7 +179,7 @@ class PlanCandidate:
         per_round = (params + layer_params) * sizes["param"] + on_host  # layers' weights are copied twice
         passing = (plan.rounds - 1) * grads * sizes["grad"] + states * sizes["state"]
         inbound = plan.rounds * per_round + passing
-        outbound = plan.rounds * on_host + passing + params * sizes["param"]
+        outbound = plan.rounds * on_host + passing + (params * sizes["param"] if plan.lora is None else 0)
         link = max(inbound, outbound) / self.rates.link_both_gbs / 1e9
         return max(compute, link, self._disk_s), link
 
@@ -201,18 +203,26 @@ class PlanCandidate:
     def _most_spilled(self) -> int:
         """Buckets that the disk has capacity for."""
         free, buckets = self.constraints.disk_gib * GIB, self.costs.buckets.count
-        states = min(buckets - self.resident[2], int(free / bytes_on_disk(self._sizes["state"])))
-        if states < buckets - self.resident[2]:
+        states = min(self._moving_states, int(free / max(1, bytes_on_disk(self._sizes["state"]))))
+        if states < self._moving_states:
             return states
         free -= states * bytes_on_disk(self._sizes["state"])
         return states + min(buckets - self.resident[0], int(free / bytes_on_disk(self._sizes["param"])))
+
+    @property
+    def _moving_states(self) -> int:
+        """Buckets with optimizer state that is not resident."""
+        return 0 if self.constraints.lora is not None else self.costs.buckets.count - self.resident[2]
 
     def simulate_plan(self) -> PlanResult | None:
         """Simulate the plan; with fewer full saves, or more on disk, where the host turns out too small."""
         saves, over = self.saves, 0.0
         for _ in range(4):
             if saves is None:
-                spilled = min(self._most_spilled, self.spilled + max(1, _ceil(over / self._sizes["state"])))
+                spilled = min(
+                    self._most_spilled,
+                    self.spilled + max(1, _ceil(over / (self._sizes["state"] or self._sizes["param"]))),
+                )
                 return replace(self, spilled=spilled).simulate_plan() if 0 < self.spilled < spilled else None
             plan = self._with_slots(saves)
             simulation = simulate(self.model, plan, self.rates)
@@ -244,7 +254,7 @@ class PlanCandidate:
     def _neighbours(self) -> Iterator["PlanCandidate"]:
         buckets = self.costs.buckets.count
         usage = sum(device_bytes(self.model, self.plan, self.rates.gpu).values())
-        for kind, name in enumerate(BUCKET_KINDS):
+        for kind, name in enumerate(BUCKET_KINDS if self.constraints.lora is None else BUCKET_KINDS[:1]):
             override = getattr(self.constraints, f"resident_{name}s")
             as_many_as_fit = int((self.constraints.device_gib * GIB - usage) / self._sizes[name])
             for change in (as_many_as_fit, -4, -2, 2, 4) if override is None else ():
@@ -255,7 +265,7 @@ class PlanCandidate:
         if self.constraints.full_saves is None:
             for factor in (0.8, 0.9, 1.1):
                 yield replace(self, full_fraction=min(1.0, self.full_fraction * factor))
-        if self.resident[2] < buckets:
+        if self._moving_states:
             for count in (self.state_buffers - 1, self.state_buffers + 1):
                 if MIN_STATE_BUFFERS <= count <= self.costs.buckets.vocab_shards + 2:
                     yield replace(self, state_buffers=count)
@@ -279,7 +289,7 @@ class PlanCandidate:
         plan = _plan_without_slots(
             self.costs.buckets, self.constraints, self.shape, self.resident, self.loss_tokens, self.state_buffers
         )
-        states = min(self.spilled, self.costs.buckets.count - plan.resident_states)
+        states = min(self.spilled, self._moving_states)
         return replace(plan, disk_states=states, disk_params=self.spilled - states) if self.spilled else plan
 
     @property
@@ -384,6 +394,7 @@ def _plan_without_slots(
 ) -> Plan:
     """Return the plan without slots and levels."""
     params, grads, states = resident
+    has_updates = constraints.lora is None  # of buckets
     return Plan(
         dtype=constraints.dtype,
         seqlen=constraints.seqlen,
@@ -393,16 +404,17 @@ def _plan_without_slots(
         groups_per_round=shape.groups_per_round,
         loss_tokens=min(shape.chunk_tokens, loss_tokens),
         update=constraints.update,
-        update_at="backward" if constraints.clip is None else "forward",
+        update_at="backward" if constraints.clip is None or not has_updates else "forward",
         resident_params=params,
         resident_grads=grads,
         resident_states=states,
         param_blocks=min(buckets.count - params, buckets.vocab_shards + 2),
-        grad_blocks=min(buckets.count - grads, buckets.vocab_shards + 2),
-        state_blocks=min(buckets.count - states, state_buffers),
+        grad_blocks=min(buckets.count - grads, buckets.vocab_shards + 2) if has_updates else 0,
+        state_blocks=min(buckets.count - states, state_buffers) if has_updates else 0,
         inp_slots=0,
         kv_slots=0,
         attn_slots=0,
         rest_slots=0,
         levels="",
+        lora=constraints.lora,
     )

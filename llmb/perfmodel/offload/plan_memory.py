@@ -22,6 +22,7 @@ MIN_SPARE_BYTES = 64 << 20
 
 def buffer_counts(plan: Plan) -> dict[str, int]:
     """Return the number of device buffers of each kind."""
+    adapters = {} if plan.lora is None else {"adapters": 1}
     return {
         "param": plan.resident_params + plan.param_blocks,
         "grad": plan.resident_grads + plan.grad_blocks,
@@ -32,13 +33,16 @@ def buffer_counts(plan: Plan) -> dict[str, int]:
         "rest": plan.rest_slots,
         "dstream": plan.chunks_per_round,
         "dkv": 1,
-    }
+    } | adapters
 
 
 def device_bytes(model: Model, plan: Plan, gpu: str) -> dict[str, int]:
-    """Return bytes on the device; `inputs` are RoPE tables and the tokens of two steps, `context` is the driver's."""
+    """Return bytes on the device; `inputs` are RoPE tables and the tokens of two steps, `context` is the driver's.
+
+    `adapters` are those of LoRA, with their gradients and optimizer state.
+    """
     sizes, counts = buffer_bytes(model, plan), buffer_counts(plan)
-    usage = {kind: counts[kind] * sizes[kind] for kind in KINDS}
+    usage = {kind: count * sizes[kind] for kind, count in counts.items()}
     workspace = workspace_bytes(model, plan)
     spare = SPARE_FRACTION * workspace
     usage["workspace"] = int(workspace + (spare if gpu == "cpu" else max(spare, MIN_SPARE_BYTES)))

@@ -140,9 +140,10 @@ def _candidates(
             return [min(override, buckets)]
         return sorted({round(fraction * buckets) for fraction in fractions})
 
+    trained = fractions if constraints.lora is None else (0.0,)
     for params in choices(constraints.resident_params, fractions):
-        for grads in choices(constraints.resident_grads, fractions):
-            for states in choices(constraints.resident_states, fractions[::2]):
+        for grads in choices(constraints.resident_grads, trained):
+            for states in choices(constraints.resident_states, trained[::2]):
                 for fraction in (1.0, 0.7, 0.4, 0.0) if constraints.full_saves is None else (1.0,):
                     resident = params, grads, states
                     yield PlanCandidate(

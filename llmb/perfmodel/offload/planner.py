@@ -9,6 +9,7 @@ from dataclasses import asdict, fields, replace
 from functools import cache
 
 from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.lora_shapes import lora_of
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.spec import Model, OutOfCore, Prediction
 from llmb.errors import ConfigError, UnknownName
@@ -25,9 +26,13 @@ def plan_workload(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -
     _check(workload, model, dtype, rates)
     is_timed = rates != nominal_rates(rates.gpu)
     rates = rates if workload.disk_gbs is None else rates.with_disk(workload.disk_gbs)
-    names = [field.name for field in fields(PlanConstraints) if field.name != "dtype"]
-    constraints = PlanConstraints(dtype=dtype, **{name: getattr(workload, name) for name in names})  # type: ignore[arg-type]
+    lora = lora_of(workload, model, dtype)
+    names = [field.name for field in fields(PlanConstraints) if field.name not in ("dtype", "lora")]
+    constraints = PlanConstraints(dtype=dtype, lora=lora, **{name: getattr(workload, name) for name in names})  # type: ignore[arg-type]
     result = _cached_best_plan(model, constraints, rates)
+    if lora is not None:
+        frozen = None if lora.frozen_weights == "fp32" else lora.frozen_weights
+        workload = replace(workload, lora_alpha=lora.alpha, lora_targets=lora.targets, frozen_weights=frozen)
     return replace(workload, gbs=result.plan.gbs, plan=result.plan, prediction=_predict(result, rates, is_timed))
 
 
@@ -84,5 +89,8 @@ def _check(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -> None:
             raise ConfigError(f"{name} has no effect without a disk; also set disk_gib, the GiB that may be used of it")
     if workload.disk_gbs is not None and not workload.disk_gbs > 0:
         raise ConfigError(f"disk_gbs must be more than 0 GB/s, got {workload.disk_gbs:g}")
+    for name in ("resident_grads", "resident_states"):
+        if getattr(workload, name) is not None and workload.lora_rank:
+            raise ConfigError(f"{name} has no effect with LoRA: frozen weights have none, and adapters stay resident")
     if workload.pack and workload.data is None:
         raise ConfigError("pack has no effect on synthetic tokens, which have no documents; also set data=FILE")

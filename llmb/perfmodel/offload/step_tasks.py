@@ -4,6 +4,8 @@
 
 Forward goes layer by layer over all chunks of a round, so that a layer's weights are needed once; backward is the same
 reversed. Nothing here knows what is on the device: `residency.py` decides what must be copied, and when.
+
+With LoRA no bucket has a gradient, so backward ends with the first layer; one update of all adapters ends the step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +37,7 @@ class StepTask(NamedTuple):
 
     kind: TaskKind
     round: int
-    layer: int  # or the bucket that is updated; -1: none
+    layer: int  # or the bucket that is updated; -1: none, or all adapters
     chunk: Chunk | None
     reads: tuple[BufferKey, ...]
     makes: tuple[BufferKey, ...]  # overwritten without being read
@@ -121,7 +123,8 @@ class _Step:
         return StepTask("forward", round_, layer, chunk, reads, tuple(makes), changes, (), level)
 
     def backward(self, round_: int, chunks: list[Chunk]) -> Iterator[StepTask]:
-        last = round_ == self.plan.rounds - 1
+        is_frozen, is_last_round = self.plan.lora is not None, round_ == self.plan.rounds - 1
+        last = is_last_round and not is_frozen
         yield from self.updates_before(round_, self.buckets.head)
         for chunk in chunks[::-1]:
             yield self.head(round_, chunk, last and chunk.place == 0)
@@ -132,6 +135,10 @@ class _Step:
             yield from self.updates_after(round_, [layer])
             if (self.model.layers - layer) % HEAD_UPDATES_EVERY == 0 and head_buckets:
                 yield from self.updates_after(round_, [head_buckets.pop(0)])
+        if is_frozen:
+            if is_last_round:
+                yield StepTask("update", round_, -1, None, (), (), (), ())
+            return
         for chunk in chunks[::-1]:
             yield self.embedding_backward(round_, chunk, last and chunk.place == 0)
         yield from self.updates_after(round_, [*head_buckets, *self.buckets.embedding])
@@ -158,6 +165,8 @@ class _Step:
         makes += (dkv,) if is_last_chunk else ()
         changes += () if is_last_chunk else (dkv,)
         ends = (*saved, kv, dkv) if chunk.number == 0 else tuple(saved)
+        if layer == 0 and self.plan.lora is not None:
+            ends = (*ends, _d_residual(chunk))
         reads = (BufferKey("param", layer), kv, *saved)
         return StepTask(
             "backward", round_, layer, chunk, reads, makes, (*changes, _d_residual(chunk)), ends, level, last
@@ -172,6 +181,8 @@ class _Step:
 
     def grads(self, buckets: range) -> tuple[tuple[BufferKey, ...], tuple[BufferKey, ...]]:
         """Return the gradients of buckets that begin here, and those that are accumulated into."""
+        if self.plan.lora is not None:
+            return (), ()
         new = [bucket for bucket in buckets if bucket not in self.with_grads]
         self.with_grads.update(buckets)
         return (
@@ -188,7 +199,7 @@ class _Step:
 
     def updates_after(self, round_: int, buckets: Iterable[int]) -> Iterator[StepTask]:
         """Yield updates right behind the step's last gradient, where they do not depend on other gradients."""
-        if self.plan.update_at == "backward" and round_ == self.plan.rounds - 1:
+        if self.plan.lora is None and self.plan.update_at == "backward" and round_ == self.plan.rounds - 1:
             for bucket in buckets:
                 yield self.update(round_, bucket)
 

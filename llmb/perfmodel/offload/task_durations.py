@@ -6,7 +6,7 @@ the device executes: of pairs that the mask leaves, and in backward 2.5 times th
 window and full ones count as their mean. A softcap of attention logits has kernels of its own, which are slower.
 
 In fp8 a layer's weights are cast by the first chunk that needs them, once per round and direction
-(`fp8_layer_weights.py`).
+(`fp8_layer_weights.py`). Frozen weights in fp8 are widened by that chunk (`llmb/offload/lora/frozen_weights.py`).
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from llmb.config.spec import Model
 from llmb.perfmodel.flops import attention_pairs
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
 from llmb.perfmodel.offload.layer_work import LayerWork, layer_work
+from llmb.perfmodel.offload.lora_costs import adapter_update_bytes
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.operand_bytes import CAST
 from llmb.perfmodel.offload.step_tasks import Chunk, StepTask, round_chunks
@@ -95,7 +96,9 @@ class TaskDurations:
         if task.kind == "head":
             return self.head(task.chunk)
         passes = 2 if task.kind == "embedding" else 6
-        return TaskCost(memory_bytes=task.chunk.tokens * self.model.hidden * self.itemsize * passes)
+        memory_bytes = task.chunk.tokens * self.model.hidden * self.itemsize * passes
+        widen = self._widen(self.model.vocab * self.model.hidden, is_first=task.chunk.place == 0)
+        return TaskCost(memory_bytes=memory_bytes + widen)
 
     @cached_property
     def itemsize(self) -> int:
@@ -109,8 +112,9 @@ class TaskDurations:
 
     @cached_property
     def matrices(self) -> int:
-        """Weights of a plain layer that are cast to fp8."""
-        return self.work.gemm_macs
+        """Weights of a plain layer that are cast to fp8, or from it."""
+        width, kv_width = self.widths
+        return self.model.hidden * (2 * width + 2 * kv_width + 3 * self.model.ffn)
 
     @cached_property
     def work(self) -> LayerWork:
@@ -118,7 +122,12 @@ class TaskDurations:
 
     @cached_property
     def update(self) -> TaskCost:
-        """One pass over weights, gradients and state of a bucket; all but the gradients are also written."""
+        """One pass over weights, gradients and state of a bucket; all but the gradients are also written.
+
+        Of LoRA that of all adapters, whose gradients are also read for their norm and cleared.
+        """
+        if self.plan.lora is not None:
+            return TaskCost(memory_bytes=adapter_update_bytes(self.model, self.plan))
         sizes = buffer_bytes(self.model, self.plan)
         return TaskCost(memory_bytes=2 * sizes["param"] + sizes["grad"] + 2 * sizes["state"])
 
@@ -159,7 +168,7 @@ class TaskDurations:
     def forward(self, chunk: Chunk) -> TaskCost:
         causal, rectangle = self.attention(chunk)
         cast = self._cast(self.matrices, is_first=chunk.place == 0)
-        memory_bytes = chunk.tokens * self.work.forward_bytes + cast
+        memory_bytes = chunk.tokens * self.work.forward_bytes + cast + self._widen(self.matrices, chunk.place == 0)
         return TaskCost(2.0 * chunk.tokens * self.work.gemm_macs, causal, rectangle, memory_bytes=memory_bytes)
 
     def recompute(self, chunk: Chunk, level: str) -> TaskCost:
@@ -180,10 +189,11 @@ class TaskDurations:
         return TaskCost(memory_bytes=self._cast(all_but_down, is_first))
 
     def backward(self, chunk: Chunk) -> TaskCost:
-        cast = self._cast(self.matrices, is_first=chunk.place == self._chunks_in_round(chunk) - 1)
+        is_first = chunk.place == self._chunks_in_round(chunk) - 1
+        cast = self._cast(self.matrices, is_first) + self._widen(self.matrices, is_first)
         causal, rectangle = (BACKWARD_ATTENTION * flops for flops in self.attention(chunk))
         return TaskCost(
-            4.0 * chunk.tokens * self.work.gemm_macs, backward_causal=causal, backward_rectangle=rectangle,
+            2.0 * chunk.tokens * self.work.backward_macs, backward_causal=causal, backward_rectangle=rectangle,
             memory_bytes=chunk.tokens * self.work.backward_bytes + self.work.gradient_bytes + cast,
         )  # fmt: skip
 
@@ -191,14 +201,19 @@ class TaskDurations:
         m = self.model
         # The logits are written, read twice and written by the loss, and read by two gemms; the weight gradients are
         # read and written for every loss chunk.
-        elements = 4 * m.vocab + 8 * m.hidden
+        elements, gemms = 4 * m.vocab + 8 * m.hidden, 6.0 if self.plan.lora is None else 4.0
         accumulate = 2.0 * ceil(chunk.tokens / self.plan.loss_tokens) * m.vocab * m.hidden * self.gradient_bytes
         memory_bytes = self._pass_bytes(chunk, elements) + accumulate
-        return TaskCost(head_gemms=6.0 * chunk.tokens * m.hidden * m.vocab, memory_bytes=memory_bytes)
+        memory_bytes += self._widen(m.vocab * m.hidden, is_first=chunk.place == self._chunks_in_round(chunk) - 1)
+        return TaskCost(head_gemms=gemms * chunk.tokens * m.hidden * m.vocab, memory_bytes=memory_bytes)
 
     def _cast(self, weights: int, is_first: bool) -> int:
         """Return the bytes of casting weights to fp8, if this chunk is the one that does it."""
         return CAST * weights if is_first and self.plan.dtype == "fp8" else 0
+
+    def _widen(self, weights: int, is_first: bool) -> int:
+        """Return the bytes of widening frozen weights from fp8, if this chunk is the one that does it."""
+        return (1 + self.itemsize) * weights if is_first and self.plan.widens_weights else 0
 
     def _chunks_in_round(self, chunk: Chunk) -> int:
         """Return the chunks of this chunk's round; the last round may have fewer."""

@@ -9,7 +9,8 @@ counted.
 
 A gemm that accumulates into a gradient needs a temporary of that gradient's size in two cases (`ops/gemm/matmul.py`):
 where cuBLASLt does not take the operands, so that torch computes the product and adds it afterwards, and where a shape
-first occurs with something to add, since trying cuBLASLt's algorithms must not touch the gradient.
+first occurs with something to add, since trying cuBLASLt's algorithms must not touch the gradient. With LoRA the same
+holds of outputs, which adapters write first.
 """
 
 from math import prod
@@ -18,7 +19,8 @@ from llmb.config.llama_layer_shapes import has_llama_layers, layer_weight_shapes
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
 from llmb.perfmodel.offload.autograd_workspace import autograd_backward_bytes, autograd_forward_bytes
-from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
+from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes, widened_numel
+from llmb.perfmodel.offload.lora_costs import adapted_elements, low_elements
 
 KEY_BLOCK = 65536  # keys per attention call: backward allocates their gradients for every query head
 GEMM_ALIGNMENT = 16  # bytes at multiples of which cuBLASLt's operands and their rows begin
@@ -37,7 +39,11 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
     recomputed = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]
     forward = each * forward_elements(model, saves_activations=not recomputed)
     backward = each * max(recompute_elements(model, attn_saved=not recomputed), backward_elements(model, keys / rows))
-    cached = 0
+    cached = widened_numel(model) * each if plan.widens_weights else 0
+    if plan.lora is not None:
+        forward += each * adapted_elements(model, plan.lora, saves_activations=not recomputed)
+        # Only fp32 has temporaries again where chunks are recomputed.
+        backward += each * (low_elements(plan.lora) + (2 * model.ffn if plan.dtype == "fp32" else 0))
     if plan.dtype == "fp8":
         forward = max(forward, fp8_forward_bytes(model, saves_activations=not recomputed))
         backward = max(backward, fp8_backward_bytes(model))
@@ -53,6 +59,8 @@ def head_temporary_bytes(model: Model, plan: Plan) -> int:
     shards of 25652 rows, every second of which begins at an odd multiple of 8 bytes.
     """
     chunk = min(plan.chunk_tokens, plan.group_tokens)
+    if plan.lora is not None:
+        return 0
     if not _accumulates(plan) and chunk <= plan.loss_tokens:
         return 0
     buckets, each = ParamBuckets(model), activation_itemsize(plan)
@@ -66,7 +74,7 @@ def head_temporary_bytes(model: Model, plan: Plan) -> int:
 
 def _accumulating_backward_bytes(model: Model, plan: Plan, backward: int) -> int:
     """Return the peak of the gemms that add to a layer's gradients, where these need temporaries, else 0."""
-    if not _accumulates(plan) or not (plan.dtype == "fp32" or _has_unequal_chunks(plan)):
+    if plan.lora is not None or not _accumulates(plan) or not (plan.dtype == "fp32" or _has_unequal_chunks(plan)):
         return 0
     each, rows, grad = activation_itemsize(plan), plan.chunk_tokens, _grad_element_size(model, plan)
     down = model.hidden * model.ffn * grad

@@ -54,6 +54,13 @@ def rms_backward(
     return (dy, x, weight, EPS, d_residual if residual else None, out, dweight, not residual), {}
 
 
+@cases(rms_norm_backward, (5, 12), (70, 20), tolerance=2e-5)
+@full_size_cases(rms_norm_backward, (515, 8192), tolerance=1e-5)
+def rms_backward_of_a_frozen_weight(g: Generator, d: device, n: int, c: int) -> Arguments:
+    dy, x, d_residual, out = (randn(g, d, n, c) for _ in range(4))
+    return (dy, x, randn(g, d, c), EPS, d_residual, out, None, True), {}
+
+
 @cases(rms_norm_backward, ("dy", float32), ("d_residual", float32), tolerance=2e-5)
 @cases(rms_norm_backward, ("dy", bfloat16), ("wider rows", bfloat16), tolerance=2**-7)
 def rms_backward_into(g: Generator, d: device, where: str, dtype: dtype) -> Arguments:

@@ -6,6 +6,7 @@ import torch
 from torch import Generator, Tensor, bfloat16, device, dtype, float32
 
 from llmb.ops.quant.activation_quant import E4M3, QuantFormat, quantize_activation
+from llmb.ops.quant.channel_quant import ChannelFp8, quantize_channels_, widen_channels_
 from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, padded_tokens, quantize_fp8
 from llmb.ops.quant.group_quant import GroupedFp8, group_offsets, padded_columns, quantize_groups_, weight_group_offsets
 from op_cases import Arguments, cases, full_size_cases, in_wider_rows, randn
@@ -93,6 +94,14 @@ def columns_of_gathered_rows(g: Generator, d: device, n: int, k: int, fp8: dtype
 @cases(quantize_fp8, (80, 48, "rc"), (17, 30, "r"), (64, 144, "c"), tolerance=0)
 def without_amax(g: Generator, d: device, n: int, k: int, which: str) -> Arguments:
     return (randn(g, d, n, k), scale_amax(d, 0.01, None), *fp8_layouts(d, n, k, which)), {}
+
+
+@cases(widen_channels_, (5, 12), (3, 4100), (1, 1), (0, 8), (7, 24, bfloat16), tolerance=0)
+@full_size_cases(widen_channels_, (1000, 8192, bfloat16), (77, 28672, bfloat16), tolerance=0, exact=None)
+def frozen_weight(g: Generator, d: device, m: int, k: int, dtype: dtype = float32) -> Arguments:
+    weight = ChannelFp8(fp8_full(d, m, k), torch.empty(m, device=d))
+    quantize_channels_(randn(g, d, m, k, scale=0.02), weight)
+    return (weight.values, weight.scales, torch.full((m, k), 7.0, dtype=dtype, device=d)), {}
 
 
 MANY_GROUPS = [n % 37 for n in range(64)]

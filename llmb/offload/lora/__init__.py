@@ -1,0 +1,1 @@
+"""LoRA in out-of-core training: frozen weights, the state of adapters, and their export."""
