@@ -31,8 +31,8 @@ from llmb.config.spec import Model
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.offload import machine_probe
 from llmb.offload.arena import Budgets
-from llmb.offload.disk_file import BLOCK_BYTES, QUEUE_DEPTH, buffered_line
-from llmb.offload.disk_probe import DiskSizes, disk_rates
+from llmb.offload.disk.disk_file import BLOCK_BYTES, QUEUE_DEPTH, buffered_line
+from llmb.offload.disk.disk_probe import DiskSizes, disk_rates
 from llmb.offload.pinned_memory import HostSlab
 from llmb.ops.optim.adam import adam_update
 from llmb.perfmodel.hardware import GB, GIB, TERA

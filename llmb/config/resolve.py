@@ -212,7 +212,11 @@ def _engine(recipe: Recipe, request: RunRequest, altered: bool) -> str:
 
 
 def _leave_to_the_plan(values: Row, overridden: set[str]) -> None:
-    """Drop the chunking of a proxy row if the user sets shorter sequences: the plan then chooses it."""
+    """Drop choices of a proxy row that the user's settings leave no room for: shorter sequences its chunking, LoRA the
+    residency of gradients and state."""
+    if values.get("lora_rank"):
+        for choice in {"resident_grads", "resident_states"} - overridden:
+            values.pop(choice, None)
     if "seqlen" in overridden and "chunk_tokens" in values and values["seqlen"] <= values["chunk_tokens"]:
         for choice in PLAN_FIELDS - overridden - {"gbs"}:
             values.pop(choice, None)
@@ -226,6 +230,7 @@ def _name(recipe: Recipe, request: RunRequest, parallel: Parallel, model: str, w
     elif recipe.kind == "outofcore":
         budget = f"seq{workload.seqlen}_host{workload.host_gib:g}_dev{workload.device_gib:g}"
         name = f"{recipe.workload}_{request.size}_{request.dtype}_{budget}"
+        name += f"_lora{workload.lora_rank}" if workload.lora_rank else ""
     else:
         layout = f"gpus{request.gpus}_tp{p.tp}_pp{p.pp}_cp{p.cp}_vp{p.vp}_ep{p.ep}"
         batch = f"mbs{workload.mbs}_gbs{workload.gbs}"

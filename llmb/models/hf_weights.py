@@ -92,7 +92,7 @@ def save_tensors(
     """
     shards = plan_shards(sizes, shard_bytes)
     config = to_hf_config(model) if model.architecture in HF_ARCHITECTURES else None
-    with _atomic_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         weight_map: dict[str, str] = {}
         iterator = iter(tensors)
         for number, names in enumerate(shards, start=1):
@@ -116,8 +116,7 @@ def load_weights(network: Network, folder: Path) -> None:
     expected = {name: tensor.shape for name, tensor in tensors.items() if name not in missing}
     for name in missing:
         expected |= dict(zip(mxfp4_names(name), tensors[name].mxfp4_shapes, strict=True))
-    _check_names(folder, expected, stored)
-    _check_shapes(folder, expected, stored)
+    check_stored(folder, expected, stored)
     for name, tensor in tensors.items():
         if tensor.is_expert_matrix:
             read = _read_mxfp4_expert if name in missing else _read_expert
@@ -248,7 +247,7 @@ def plan_shards(sizes: dict[str, int], shard_bytes: float) -> list[list[str]]:
 
 
 @contextmanager
-def _atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `folder` at the end or deleted."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already; weights are written to a new folder")
@@ -307,6 +306,12 @@ def open_safetensors(file: Path) -> Iterator[safe_open]:
             yield shard
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file} is cut off or not a safetensors file: {error}") from error
+
+
+def check_stored(folder: Path, expected: dict[str, list[int]], stored: dict[str, StoredTensor]) -> None:
+    """Refuse a folder whose tensors have other names or shapes than the model's."""
+    _check_names(folder, expected, stored)
+    _check_shapes(folder, expected, stored)
 
 
 def _check_names(folder: Path, tensors: Iterable[str], stored: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmb.offload.arena import Arena
 from llmb.offload.cuda_streams import StreamEvent, Streams
-from llmb.offload.disk_tier import DiskTier, Transferred
+from llmb.offload.disk.disk_tier import DiskTier, Transferred
 from llmb.perfmodel.offload.program import Copy, Operation, Program
 from llmb.perfmodel.offload.step_tasks import StepTask
 from llmb.perfmodel.offload.stream_timeline import StreamName

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmb.errors import LaunchError
 from llmb.models.llama_layer.linear_gemms import Fp8LinearGemms, LinearGemms
-from llmb.offload import disk_probe
+from llmb.offload.disk import disk_probe
 from llmb.ops.attention.segment_attention import (
     Segment,
     causal_backward,

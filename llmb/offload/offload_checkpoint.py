@@ -8,12 +8,14 @@
 Nothing in it depends on how the plan divides a step, so a run may be resumed with other budgets. The dtype and the
 rounding of updates must be the same: they decide what state there is. No update of the step may be pending. In fp8 the
 history of the scales has a file of its own; a run that resumes without it measures them anew, and rounds differently.
+With LoRA there is one file, of the adapters: frozen weights are initialised or loaded again.
 Training is stopped meanwhile, since the host has no capacity for a second copy: each bucket is written from where it
 is. Commit and retention are in `llmb/runtime/checkpoint_folder.py`.
 """
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from llmb.runtime.token_data import TokenFile, data_course
 
 FORMAT = 1  # incremented whenever a tensor of the same name changes its meaning
 SCALES = "scales.safetensors"
-REQUIRED = ("model.", "dtype", "update")  # beginnings of the names that decide which tensors there are
+REQUIRED = ("model.", "dtype", "update", "lora.")  # beginnings of the names that decide which tensors there are
 
 CheckpointIdentity = dict[str, Any]
 
@@ -40,13 +42,25 @@ def checkpoint_identity(model: Model, plan: Plan, workload: OutOfCore, data: Tok
     """Return what determines a checkpoint's values: model shape, dtypes, order of the data, and learning rate."""
     shape = {f"model.{name}": value for name, value in to_plain(model).items() if name != "name"}
     dtypes = {"dtype": plan.dtype, "update": plan.update, "pack": workload.pack}
-    return shape | dtypes | data_course(workload, plan.gbs, data)
+    return shape | dtypes | _lora_identity(workload, plan) | data_course(workload, plan.gbs, data)
+
+
+def _lora_identity(workload: OutOfCore, plan: Plan) -> CheckpointIdentity:
+    """Return the same of adapters and of the weights that they adapt; nothing without LoRA."""
+    if plan.lora is None:
+        return {}
+    settings = {f"lora.{name}": value for name, value in asdict(plan.lora).items()}
+    return settings | {"lora.targets": ",".join(plan.lora.targets), "weights": workload.weights}
 
 
 def resume_point(
     workload: OutOfCore, folder: Path, identity: CheckpointIdentity
 ) -> checkpoint_folder.ResumePoint | None:
     """Return where a run in this folder resumes, checked against its identity; none: a new run."""
+    if workload.resume is not None and "lora.rank" not in identity:
+        path = checkpoint_folder.latest_checkpoint(Path(workload.resume))
+        if (rank := checkpoint_folder.read_identity(path).get("lora.rank")) is not None:
+            raise ConfigError(f"resume: {path} holds LoRA adapters only; set lora_rank={rank} to continue")
     required = {name: value for name, value in identity.items() if name.startswith(REQUIRED)}
     expected = {name: value for name, value in identity.items() if name not in required}
     return checkpoint_folder.resume_point(workload, folder, required, expected, FORMAT)

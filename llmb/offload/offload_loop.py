@@ -18,8 +18,9 @@ from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.offload.arena import Budgets
 from llmb.offload.chunked_batches import ChunkedBatches
-from llmb.offload.disk_file import buffered_line
+from llmb.offload.disk.disk_file import buffered_line
 from llmb.offload.hf_export import export
+from llmb.offload.lora.adapter_export import check_export, export_adapters
 from llmb.offload.offload_checkpoint import (
     CheckpointIdentity,
     checkpoint_identity,
@@ -47,6 +48,7 @@ from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.token_data import open_token_file
 
 ENGINE = "llmb.offload"
+ADAPTERS = 0  # number of the file of adapters in a checkpoint
 
 
 def train(config: RunConfig, recorder: EventRecorder) -> None:
@@ -54,6 +56,8 @@ def train(config: RunConfig, recorder: EventRecorder) -> None:
     workload, plan = supported_outofcore(config)
     check_gpu_metrics(config.profile)
     folder = recorder.path.parent
+    if workload.export is not None and plan.lora is not None:
+        check_export(config.model)
     data = open_token_file(workload, config.model.vocab)
     identity = checkpoint_identity(config.model, plan, workload, data)
     resumed = resume_point(workload, folder, identity)
@@ -66,12 +70,12 @@ def train(config: RunConfig, recorder: EventRecorder) -> None:
     with explain_oom(partial(oom_message, rank_info.device, workload)), GpuSampler(recorder, rank_info.device):
         batches = ChunkedBatches(config.model, plan, workload.seed, data, workload.pack, rank_info.device)
         trainer = create_trainer(config.model, workload, plan, rank_info.device, batches)
-        load_weights(trainer, resumed)
+        load_weights(trainer, resumed, workload.weights)
         print(memory_line(trainer, workload), flush=True)
         run_steps(config, workload, recorder, trainer, resumed, identity)
         print(memory_line(trainer, workload), flush=True)
         if workload.export is not None:
-            export(Path(workload.export), config.model, all_buckets(trainer))
+            export_trained(Path(workload.export), trainer, workload.weights)
 
 
 def create_trainer(
@@ -93,15 +97,22 @@ def create_trainer(
     return Trainer(model, plan, device, settings, batches, partial(learning_rate, workload=workload))
 
 
-def load_weights(trainer: Trainer, resumed: ResumePoint | None) -> None:
-    """Initialise the weights, or load a checkpoint with its optimizer state and, in fp8, scales."""
+def load_weights(trainer: Trainer, resumed: ResumePoint | None, folder: str | None = None) -> None:
+    """Initialise the weights, or load a checkpoint with its optimizer state and, in fp8, scales.
+
+    Initial weights are random, or those in a folder in Hugging Face's layout. A checkpoint of LoRA holds adapters only,
+    so frozen weights are initialised as well.
+    """
+    if resumed is None or trainer.adapters is not None:
+        trainer.initialise(None if folder is None else Path(folder))
     if resumed is None:
-        trainer.initialise()
         return
     checking, path = CheckpointCheck(resumed.path), resumed.path
     checking.begin()
     try:
-        for bucket in trainer.buckets:
+        if trainer.adapters is not None:
+            trainer.adapters.load(load(path, ADAPTERS))
+        for bucket in trainer.buckets if trainer.adapters is None else ():
             saved = load(path, bucket)
             with trainer.edit_state(bucket) as tensors:
                 for name, tensor in tensors.items():
@@ -145,8 +156,19 @@ def run_steps(
 
 
 def all_buckets(trainer: Trainer) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Return every bucket with its weights and optimizer state."""
+    """Return every bucket with its weights and optimizer state; with LoRA the adapters with theirs, as one."""
+    if trainer.adapters is not None:
+        return iter([(ADAPTERS, trainer.adapters.tensors())])
     return ((bucket, trainer.bucket_state(bucket)) for bucket in trainer.buckets)
+
+
+def export_trained(folder: Path, trainer: Trainer, base: str | None) -> None:
+    """Write what was trained to a new folder: all weights, or with LoRA the adapters of the base weights."""
+    if trainer.adapters is None:
+        export(folder, trainer.model, all_buckets(trainer))
+        return
+    adapters = trainer.adapters.adapters
+    export_adapters(folder, trainer.model, adapters.lora, adapters.named, base)
 
 
 def memory_line(trainer: Trainer, workload: OutOfCore) -> str:

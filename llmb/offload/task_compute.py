@@ -186,8 +186,8 @@ class TaskRunner:
             self._residual(operation, "inp", self.model.layers), params[-1][1], self.model.norm_eps,
             [tensors[0] for tensors in params], batch.labels_T[_rows(chunk)], 1 / batch.num_labels,
             self._residual(operation, "dstream", -1), [tensors[0] for tensors in grads],
-            grads[-1][1] if is_trained else None, self._accumulates(operation, self.buckets.head), losses_N, self.plan.loss_tokens,
-            self.model.logit_scale, self.model.logit_softcap,
+            grads[-1][1] if is_trained else None, self._accumulates(operation, self.buckets.head), losses_N,
+            self.plan.loss_tokens, self.model.logit_scale, self.model.logit_softcap,
         )  # fmt: skip
         self.stats.add_losses(losses_N)
 

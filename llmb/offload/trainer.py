@@ -27,8 +27,9 @@ from llmb.offload.bucket_params import init_bucket_weights
 from llmb.offload.buffer_views import offload_dtypes
 from llmb.offload.chunked_batches import ChunkedBatches
 from llmb.offload.cuda_streams import StreamEvent, Streams, create_streams
-from llmb.offload.disk_tier import DiskTier
+from llmb.offload.disk.disk_tier import DiskTier
 from llmb.offload.executor import Compute, Executor, StreamObserver
+from llmb.offload.hf_import import load_hf_buckets
 from llmb.offload.lora.adapter_state import AdamStep, AdapterState
 from llmb.offload.lora.frozen_weights import StoredTensor
 from llmb.offload.pinned_memory import HostSlab
@@ -97,9 +98,15 @@ class Trainer:
         self.runner = TaskRunner(model, plan, self.arena, self.stats, batches.rope_rows, settings.seed)
         self.start = StepStart(updates=0, pending=False)
 
-    def initialise(self) -> None:
-        """Initialise the weights as ordinary training does, and adapters behind them, whose memory was scratch."""
-        init_bucket_weights(self.model, self.seed, self.edit_tensors, self.arena.scratch)
+    def initialise(self, folder: Path | None = None) -> None:
+        """Initialise the weights as ordinary training does, or load them from a folder in Hugging Face's layout.
+
+        Adapters come last, since their memory serves as scratch before.
+        """
+        if folder is None:
+            init_bucket_weights(self.model, self.seed, self.edit_tensors, self.arena.scratch)
+        else:
+            load_hf_buckets(folder, self.model, self.edit_tensors, self.arena.device)
         if self.adapters is not None:
             self.adapters.initialise(self.seed)
 

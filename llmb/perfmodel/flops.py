@@ -4,14 +4,18 @@ Conventions, the same everywhere:
 - one multiply-add (MAC) is 2 FLOPs; backward costs twice the forward, so training is 6 FLOPs per forward MAC;
 - every weight that a token is multiplied with counts, the LM head included; the embedding lookup, norms, softmax, RoPE,
   activation functions, biases, convolutions, routers and the optimizer do not;
+- frozen weights (LoRA) have no weight gradients, so they are 4 FLOPs per forward MAC; adapters and attention are 6;
 - `full` counts every (query, key) pair of attention, `causal` half of them; with a sliding window those inside it.
 
     train_flops_per_sequence(model, seqlen=8192, convention="causal")
+    run_flops_per_sequence(config)                                          # of a training run, with LoRA or without
 """
 
 from typing import Literal
 
-from llmb.config.spec import Model
+from llmb.config.native.lora_shapes import adapter_params
+from llmb.config.offload_plan import Lora
+from llmb.config.spec import Inference, Model, OutOfCore, RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.params import check_tokens
@@ -42,6 +46,21 @@ def train_flops_per_sequence(model: Model, seqlen: int, convention: Convention) 
     without its prediction layer: 249.7 (249.81), the remaining 0.04 % unexplained; with the router it would be 250.45.
     """
     return sum(flops_breakdown(model, seqlen, convention).values())
+
+
+def run_flops_per_sequence(config: RunConfig) -> float:
+    """Return the model FLOPs of forward and backward of one sequence of a training run."""
+    work = config.workload
+    assert not isinstance(work, Inference)
+    lora = work.plan.lora if isinstance(work, OutOfCore) and work.plan is not None else None
+    trained = train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
+    return trained if lora is None else trained - frozen_flops_per_sequence(config.model, lora, work.seqlen)
+
+
+def frozen_flops_per_sequence(model: Model, lora: Lora, seqlen: int) -> float:
+    """Return the FLOPs by which LoRA needs less than training all weights: no weight gradients, but adapters."""
+    macs = sum(count * block.token_macs for _, count, block in block_stack(model)) + model.hidden * model.vocab
+    return seqlen * (2.0 * macs - 6.0 * adapter_params(model, lora))
 
 
 def hardware_flops_per_sequence(model: Model, seqlen: int, convention: Convention, recompute_layers: int) -> float:

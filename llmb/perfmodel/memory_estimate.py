@@ -178,7 +178,7 @@ def _planned_memory(work: OutOfCore) -> MemoryEstimate:
     return MemoryEstimate(
         weights=by_kind.pop("param", 0),
         gradients=by_kind.pop("grad", 0),
-        optimizer=by_kind.pop("state", 0),
+        optimizer=by_kind.pop("state", 0) + by_kind.pop("adapters", 0),
         activations=sum(by_kind.values()),
         host=sum(work.prediction.host_bytes.values()),
         device_budget=work.device_gib * GIB,

@@ -68,7 +68,7 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
         yield "FLOPs of a prompt", number(prefill / hardware.TERA), "TFLOP"
         yield "FLOPs of an output token", number(decode / 1e9), "GFLOP"
     else:
-        sequence_flops = flops.train_flops_per_sequence(config.model, work.seqlen, convention)
+        sequence_flops = flops.run_flops_per_sequence(config)
         yield f"FLOPs of a sequence ({convention})", number(sequence_flops / hardware.TERA), "TFLOP"
         yield "FLOPs of a token", number(sequence_flops / work.seqlen / 1e9), "GFLOP"
         if work.gbs:

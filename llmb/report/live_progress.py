@@ -57,9 +57,7 @@ class LiveLine:
             parts.append(f"{number(seconds)} s a step of one rank")
         elif event.tokens and seconds > 0 and not isinstance(work, Inference):
             parts.append(f"{number(event.tokens / seconds)} tokens/s")
-            sequence_flops = flops.train_flops_per_sequence(
-                self._config.model, work.seqlen, self._config.flops_convention
-            )
+            sequence_flops = flops.run_flops_per_sequence(self._config)
             tflops = metrics.tflops_per_gpu(sequence_flops * event.tokens / work.seqlen, seconds, gpus)
             if tflops is not None:
                 parts.append(f"{number(tflops)} TFLOP/s{'/GPU' if gpus > 1 else ''}")

@@ -59,6 +59,8 @@ class PlanFigures:
     gpu: str
     dtype: str
     update: str
+    lora_rank: int  # 0: all weights are trained
+    frozen_weights: str | None  # dtype; none: all weights are trained
     seqlen: int
     host_gib: float
     device_gib: float
@@ -98,8 +100,10 @@ def plan_figures(config: RunConfig) -> PlanFigures:
     plan, prediction = work.plan, work.prediction
     if plan is None or prediction is None:
         raise ConfigError(f"{config.name} has no plan: it is made when a run is resolved")
-    useful = plan.gbs * flops.train_flops_per_sequence(config.model, plan.seqlen, config.flops_convention)
+    useful = plan.gbs * flops.run_flops_per_sequence(config)
     once = plan.gbs * flops.hardware_flops_per_sequence(config.model, plan.seqlen, "causal", 0)  # as the plan counts
+    if plan.lora is not None:
+        once -= plan.gbs * flops.frozen_flops_per_sequence(config.model, plan.lora, plan.seqlen)
     peak = hardware.peak_flops(config.machine.gpu, plan.dtype)
     tflops = metrics.tflops_per_gpu(useful, prediction.step_s, 1)
     executed = metrics.tflops_per_gpu(prediction.hardware_flops, prediction.step_s, 1)
@@ -110,6 +114,8 @@ def plan_figures(config: RunConfig) -> PlanFigures:
         gpu=config.machine.gpu,
         dtype=plan.dtype,
         update=plan.update,
+        lora_rank=0 if plan.lora is None else plan.lora.rank,
+        frozen_weights=None if plan.lora is None else plan.lora.frozen_weights,
         seqlen=plan.seqlen,
         host_gib=work.host_gib,
         device_gib=work.device_gib,

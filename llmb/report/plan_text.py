@@ -6,6 +6,7 @@ from typing import Any
 
 from llmb.perfmodel import hardware
 from llmb.report.plan_figures import PlanFigures
+from llmb.report.setting_text import lora_text
 from llmb.report.table import number, render
 
 MIB = 2**20
@@ -35,6 +36,7 @@ KINDS = {
     "rest": "other saved activations",
     "dstream": "residual gradients",
     "dkv": "gradients of keys and values",
+    "adapters": "adapters with gradients and optimizer state",
     "workspace": "workspace",
     "inputs": "tokens and RoPE table",
     "context": "CUDA context",
@@ -65,7 +67,9 @@ def describe_plan(figures: PlanFigures) -> str:
     gpu = hardware.gpu(figures.gpu)
     budgets = f"{figures.host_gib:g} GiB of host and {figures.device_gib:g} GiB of device memory"
     budgets += f", and {figures.disk_gib:g} GiB of disk" if figures.disk_gib else ""
-    title = f"{figures.model} in {figures.dtype}, sequences of {figures.seqlen:,} tokens, on {gpu.title} with {budgets}"
+    lora = f", {lora_text(figures.lora_rank, figures.frozen_weights)}" if figures.lora_rank else ""
+    run = f"{figures.model} in {figures.dtype}{lora}, sequences of {figures.seqlen:,} tokens"
+    title = f"{run}, on {gpu.title} with {budgets}"
     parts = [title, _layout(figures), _placements(figures), _memory(figures), _prediction(figures)]
     if figures.bound is not None:
         parts.append(figures.bound[0].upper() + figures.bound[1:] + ".")

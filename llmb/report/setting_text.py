@@ -46,8 +46,10 @@ NULLS = {
     "clip": "none: no clipping",
     "export": "none: not written",
     "data": "none: synthetic tokens",
+    "lora_alpha": "none: without LoRA",
+    "frozen_weights": "none: no frozen weights, or in the dtype of the run",
 }
-EMPTY = {"profile_ranks": "all", "slurm_params": "none"}
+EMPTY = {"profile_ranks": "all", "lora_targets": "none: without LoRA", "slurm_params": "none"}
 BY_ENGINE = "as the engine chooses"
 BY_PLAN = "by the plan below"
 
@@ -81,6 +83,8 @@ def precision_text(formats: Mapping[str, Any]) -> str:
         exact = "fp32" if formats.get("dtype") == "fp32" else "fp32-equivalent"
         is_exact = formats["master_weights"] == "fp32"
         parts.append(f"{exact} master weights" if is_exact else "bf16 master weights with stochastic rounding")
+    if "lora_rank" in formats:
+        parts.append(lora_text(formats["lora_rank"], formats.get("frozen_weights")))
     if "update" in formats:
         is_fp32 = formats.get("dtype") == "fp32"  # nothing is rounded then
         parts.append("fp32 weights" if is_fp32 else UPDATES.get(formats["update"], formats["update"]))
@@ -90,6 +94,11 @@ def precision_text(formats: Mapping[str, Any]) -> str:
     if "kv_dtype" in formats:
         parts.append(f"KV cache {formats['kv_dtype']}")
     return ", ".join(parts)
+
+
+def lora_text(rank: int, frozen_weights: str | None) -> str:
+    """Return what is trained, and the dtype of what is not; None: that of the run."""
+    return f"LoRA of rank {rank} on frozen {f'{frozen_weights} ' if frozen_weights else ''}weights"
 
 
 def override_text(override: Override) -> str:
@@ -109,7 +118,7 @@ def _text(config: RunConfig, name: str, value: Any) -> Any:
         experts = isinstance(config.workload, Training) and config.workload.fp8_experts
         return f"{value}: {FP8_SCALES[value]}" + ("; of experts per row and column" if experts else "")
     if isinstance(value, tuple):
-        separator = " " if name == "draft_acceptance" else "-"
+        separator = " " if name in ("draft_acceptance", "lora_targets") else "-"
         return separator.join(map(str, value)) if value else EMPTY.get(name, "none")
     if value is None:
         return _null(config, name)

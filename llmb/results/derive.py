@@ -213,7 +213,7 @@ def _utilisation(config: RunConfig, step_time_s: float, tokens: int) -> dict:
     if isinstance(work, Inference):
         return {}
     sequences = tokens / work.seqlen
-    sequence_flops = flops.train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
+    sequence_flops = flops.run_flops_per_sequence(config)
     tflops = metrics.tflops_per_gpu(sequence_flops * sequences, step_time_s, gpus)
     peak = hardware.peak_flops(config.machine.gpu, dtype)
     fields: dict = {"tflops_per_gpu": tflops, "tflops_source": "model FLOPs", "mfu": metrics.mfu(tflops, peak)}

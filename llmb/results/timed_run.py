@@ -95,7 +95,7 @@ def timed_run(log: Path, config: RunConfig, events: list[Event], job_id: str | N
     work = config.workload
     if isinstance(work, Inference):
         return None
-    sequence_flops = flops.train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
+    sequence_flops = flops.run_flops_per_sequence(config)
     steps: dict[int, TimedStep] = {}
     for event in sorted(_steps(events), key=lambda step: step.rank):
         step_flops = sequence_flops * event.tokens / work.seqlen if event.tokens else None

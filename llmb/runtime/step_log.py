@@ -11,7 +11,7 @@ from datetime import datetime
 
 from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.events import StepDone
-from llmb.perfmodel.flops import train_flops_per_sequence
+from llmb.perfmodel.flops import run_flops_per_sequence
 from llmb.perfmodel.hardware import peak_flops
 from llmb.perfmodel.metrics import mfu, tflops_per_gpu, tokens_per_s
 from llmb.runtime.adamw_settings import learning_rate
@@ -63,7 +63,7 @@ class StepReport:
     def _lines(self, done: MeasuredStep) -> str:
         """Return TFLOP/s per GPU, the iteration, then total rates; parsers pair a rate with the iteration after it."""
         config, workload, gbs = self._config, self._workload, self._gbs
-        flops = gbs * train_flops_per_sequence(config.model, workload.seqlen, config.flops_convention)
+        flops = gbs * run_flops_per_sequence(config)
         tflops = tflops_per_gpu(flops, done.seconds, config.parallel.world_size)
         utilization = mfu(tflops, peak_flops(config.machine.gpu, config.precision.dtype))
         is_nan = any(value is not None and not math.isfinite(value) for value in (done.loss, done.grad_norm))

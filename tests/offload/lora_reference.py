@@ -7,7 +7,7 @@ from reference_training import CPU, SEED, SMOOTH, lr, network_of
 from torch import Tensor
 from torch.func import functional_call
 
-from llmb.config.lora_shapes import TARGETS
+from llmb.config.native.lora_shapes import TARGETS
 from llmb.config.offload_plan import Lora, Plan
 from llmb.config.spec import Model
 from llmb.models.architectures import Network

@@ -17,7 +17,7 @@ from shuffled_streams import ShuffledStreams
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import OutOfCore
 from llmb.errors import ConfigError, LaunchError
-from llmb.offload.disk_file import DiskFile, buffered_line
+from llmb.offload.disk.disk_file import DiskFile, buffered_line
 from llmb.offload.offload_checkpoint import checkpoint_identity, resume_point, save
 from llmb.offload.offload_loop import all_buckets, load_weights
 from llmb.offload.pinned_memory import HostSlab

@@ -33,7 +33,9 @@ PLANS = {
     "everything saved": LEAST,
     "chunks at all levels": replace(LEAST, chunk_tokens=4, levels="FAIAIFIFA"),
     "rounds, the last one short": replace(LEAST, gbs=5, groups_per_round=2, levels="FAIIAF"),
-    "sequences share a chunk": replace(LEAST, gbs=7, seqs_per_group=3, chunk_tokens=30, groups_per_round=2, levels="IFAFAI"),
+    "sequences share a chunk": replace(
+        LEAST, gbs=7, seqs_per_group=3, chunk_tokens=30, groups_per_round=2, levels="IFAFAI"
+    ),
     "everything resident": RESIDENT,
 }  # fmt: skip
 QWEN3 = replace(UNTIED, name="norms-and-biases", architecture="qwen3", qk_norm="head", qkv_bias=True)

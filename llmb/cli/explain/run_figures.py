@@ -89,7 +89,7 @@ def _out_of_core(config: RunConfig, work: OutOfCore, result: Result) -> Explanat
     seconds, plan = result.step_time_s.median, work.prediction
     amount = StepAmount(
         model=config.model, seqlen=work.seqlen, sequences=work.gbs, gpus=1, gpu=config.machine.gpu,
-        dtype=config.precision.dtype,
+        dtype=config.precision.dtype, frozen=work.lora_rank > 0,
     )  # fmt: skip
     limits = training_limits(amount, seconds)
     verdict = verdict_of(limits)

@@ -54,7 +54,8 @@ def number_formats(config: RunConfig) -> dict[str, Any]:
         values |= to_plain(config.workload)
     if isinstance(config.workload, Training) and gradient_bytes(config) == 2:
         values["gradients"] = "bf16"  # also where nothing is accumulated: rounded once
-    return {name: values[name] for name in FORMAT_FIELDS if values.get(name) is not None}
+    formats = {name: values[name] for name in FORMAT_FIELDS if values.get(name) is not None}
+    return formats | ({"lora_rank": values["lora_rank"]} if values.get("lora_rank") else {})
 
 
 def fp8_recipe(config: RunConfig) -> Fp8Recipe | None:

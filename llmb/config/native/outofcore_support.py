@@ -7,6 +7,7 @@ from typing import Any
 
 from llmb.config.llama_layer_shapes import check_fp8_widths, check_llama_layers, has_llama_layers
 from llmb.config.lr_schedule import check_lr_steps
+from llmb.config.native.lora_shapes import lora_of
 from llmb.config.native.number_formats import check_fp8_recipe
 from llmb.config.offload_plan import FULL, Plan
 from llmb.config.spec import Model, OutOfCore, RunConfig
@@ -63,7 +64,10 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
         f"kv_dtype={precision.kv_dtype}: keys have the dtype of the run": precision.kv_dtype is not None,
         f"update={workload.update}, but its plan is for {plan.update}": plan.update != workload.update,
         f"clip={workload.clip} needs a plan that updates in the next forward pass": workload.clip is not None
-        and plan.update_at != "forward",
+        and plan.update_at != "forward"
+        and plan.lora is None,
+        f"lora_rank={workload.lora_rank} and its settings, for which its plan was not made": plan.lora
+        != lora_of(workload, config.model, precision.dtype),
         f"workload.plan.levels has {len(plan.levels)} letters, not {config.model.layers} layers * {chunks} chunks": len(
             plan.levels
         )

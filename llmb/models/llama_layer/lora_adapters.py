@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmb.config.llama_layer_shapes import aligned, layer_weight_shapes
-from llmb.config.lora_shapes import PROJECTIONS, Shape, adapter_shapes, projection_rows
+from llmb.config.native.lora_shapes import PROJECTIONS, Shape, adapter_shapes, projection_rows
 from llmb.config.offload_plan import Lora
 from llmb.config.spec import Model
 from llmb.models.decoder import parameter_generator

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.config.lora_shapes import adapter_numel
+from llmb.config.native.lora_shapes import adapter_numel
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 from llmb.errors import ConfigError

@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from llmb.config.llama_layer_shapes import aligned
-from llmb.config.lora_shapes import adapter_numel
+from llmb.config.native.lora_shapes import adapter_numel
 from llmb.config.offload_plan import Lora, Plan
 from llmb.config.spec import Model
 from llmb.perfmodel.offload.layer_params import layer_shapes

@@ -9,7 +9,7 @@ its forward pass again, without the attention if that was saved.
 from typing import NamedTuple
 
 from llmb.config.llama_layer_shapes import has_llama_layers
-from llmb.config.lora_shapes import adapter_params
+from llmb.config.native.lora_shapes import adapter_params
 from llmb.config.offload_plan import Lora, Plan
 from llmb.config.spec import Model
 from llmb.perfmodel.block_costs import block_stack

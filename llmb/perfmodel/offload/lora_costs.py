@@ -9,7 +9,7 @@ write of activations counts as passes over memory, beside their FLOPs.
 
 from typing import NamedTuple
 
-from llmb.config.lora_shapes import adapter_numel, adapter_shapes, projection_rows
+from llmb.config.native.lora_shapes import adapter_numel, adapter_shapes, projection_rows
 from llmb.config.offload_plan import Lora, Plan
 from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import activation_itemsize, update_itemsizes

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, replace
 from functools import cache
 
 from llmb.config.llama_layer_shapes import has_llama_layers
-from llmb.config.lora_shapes import lora_of
+from llmb.config.native.lora_shapes import lora_of
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.spec import Model, OutOfCore, Prediction
 from llmb.errors import ConfigError, UnknownName

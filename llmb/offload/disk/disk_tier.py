@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmb.offload.cuda_streams import HostEvent, StreamEvent
-from llmb.offload.disk_file import DiskFile
+from llmb.offload.disk.disk_file import DiskFile
 from llmb.offload.pinned_memory import HostSlab
 from llmb.perfmodel.offload.buffers import STAGING_BUFFERS, BufferKey, bytes_on_disk
 

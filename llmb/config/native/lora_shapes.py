@@ -77,7 +77,7 @@ def projection_rows(model: Model, lora: Lora) -> dict[str, list[ProjectionRows]]
 
 
 def adapter_shapes(model: Model, lora: Lora) -> dict[str, Shape]:
-    """Return the tensors of a layer's adapters by name: of each matrix the stacked As, then the B of each projection."""
+    """Return the tensors of a layer's adapters by name: of each matrix the stacked As, then each B."""
     width = model.heads * model.head_dim
     inputs = {"wqkv_XC": model.hidden, "wo_CA": width, "w13_2FC": model.hidden, "w2_CF": model.ffn}
     shapes: dict[str, Shape] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from llmb.offload.disk_file import DiskFile
+from llmb.offload.disk.disk_file import DiskFile
 from llmb.offload.pinned_memory import HostSlab
 from llmb.runtime.probe.repeated_calls import Measurement, repeat_calls
 

@@ -1,0 +1,1 @@
+"""Disk tier of out-of-core training: its file, staging buffers and rates."""
