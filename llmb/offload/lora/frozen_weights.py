@@ -37,9 +37,9 @@ def fp8_bucket_tensors(buffer: Tensor, shapes: Sequence[Shape], dtype: torch.dty
         return tensor
 
     values = [take(shape, E4M3) for shape in matrices]
-    rest = [take(shape, dtype) for shape in vectors]
+    plain = [take(shape, dtype) for shape in vectors]
     scales = [take(shape[:1], torch.float32) for shape in matrices]
-    return [*map(ChannelFp8, values, scales), *rest]
+    return [*map(ChannelFp8, values, scales), *plain]
 
 
 def store_rows(target: StoredTensor, rows: slice, values: Tensor) -> None:
