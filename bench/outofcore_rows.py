@@ -1,4 +1,4 @@
-"""The rows of `outofcore_gpu.py` as data, their plans, and how fast each could be at best.
+"""The rows of `outofcore_gpu.py` and `lora_gpu.py` as data, their plans, and how fast each could be at best.
 
 Without torch: plans take seconds each, and are made side by side in processes that only plan.
 """
@@ -9,7 +9,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
-from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Plan
+from llmb.config.native.lora_shapes import TARGETS
+from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Lora, Plan
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import convert
 from llmb.config.spec import Model
@@ -39,13 +40,15 @@ class Row:
     warm_up: bool = True  # a step that does not count; the first row of a process has one more
     chunk_tokens: int | None = None  # none: the plan chooses
     stands_for: str | None = None  # the title of the row that this is a tiny one of
+    lora: Lora | None = None  # none: all weights are trained
 
     @property
     def title(self) -> str:
         if self.stands_for is not None:
             return f"tiny {self.stands_for}"
         budgets = f"{self.seqlen}/{self.host_gib:g}/{self.device_gib:g}"
-        return budgets if self.size == "8b" else f"{self.size} {budgets}"
+        title = budgets if self.size == "8b" else f"{self.size} {budgets}"
+        return title if self.lora is None else f"{title} lora{self.lora.rank} {self.lora.frozen_weights}"
 
 
 # The longest row comes last and has no step to warm up, which would take as long as all rows of 8,192 tokens: kernels
@@ -61,6 +64,11 @@ ROWS = (
     Row(seqlen=262144, host_gib=110, device_gib=130, gbs=1,
         published={"160/40": 1_746, "256/78": 2_073}, aim=1_880, floor=1_750, warm_up=False),
 )  # fmt: skip
+LORA = Lora(rank=16, alpha=32.0, targets=TARGETS, frozen_weights="fp8")
+LORA_ROWS = (
+    Row(seqlen=8192, host_gib=110, device_gib=125, gbs=2, size="70b", lora=LORA),
+    Row(seqlen=8192, host_gib=110, device_gib=24, gbs=2, size="70b", lora=LORA),
+)
 BATCH_ROW = ROWS[1]
 LARGE_BATCH = 68  # sequences: what the published run of that row chose for its link
 # Of the tiny rows: tokens of a sequence and of a chunk, MiB of host and device memory. They stream all the same.
@@ -73,12 +81,13 @@ TINY = {
     "15b 65536/110/130": (256, 64, 8, 3.0),
     "262144/110/130": (512, 128, 3, 2.2),
 }
+TINY_LORA = {"70b 8192/110/125 lora16 fp8": (64, 64, 8, 3.0), "70b 8192/110/24 lora16 fp8": (64, 64, 8, 2.4)}
 
 
 def models() -> dict[str, Model]:
     """By size."""
     shipped_models = load_all([shipped()])["outofcore_llama3"].models
-    return {size: convert(Model, shipped_models[size], size) for size in ("8b", "15b")}
+    return {size: convert(Model, shipped_models[size], size) for size in ("8b", "15b", "70b")}
 
 
 def tiny_models() -> dict[str, Model]:
@@ -89,7 +98,7 @@ def tiny_models() -> dict[str, Model]:
 
 def tiny_row(row: Row) -> Row:
     """The row for the tiny models, with nothing to be compared with."""
-    seqlen, chunk_tokens, host, device = TINY[row.title]
+    seqlen, chunk_tokens, host, device = (TINY | TINY_LORA)[row.title]
     return replace(
         row, seqlen=seqlen, chunk_tokens=chunk_tokens, host_gib=host * MIB, device_gib=device * MIB,
         gbs=max(1, row.gbs // 4), published={}, aim=None, floor=None, stands_for=row.title,
@@ -100,7 +109,7 @@ def planned(model: Model, row: Row, rates: Rates) -> PlanResult:
     """The row's plan."""
     overrides = PlanConstraints(
         dtype="bf16", seqlen=row.seqlen, host_gib=row.host_gib, device_gib=row.device_gib, gbs=row.gbs,
-        chunk_tokens=row.chunk_tokens,
+        chunk_tokens=row.chunk_tokens, lora=row.lora,
     )  # fmt: skip
     return best_plan(model, overrides, rates)
 

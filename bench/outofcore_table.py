@@ -1,4 +1,4 @@
-"""Parts `rows` and `batch` of `outofcore_gpu.py`: each row trained and laid beside what it is compared with."""
+"""Parts `rows` and `batch` of `outofcore_gpu.py`, and the rows of `lora_gpu.py`: each row trained and laid beside what it is compared with."""
 
 import math
 import sys
@@ -115,6 +115,8 @@ def _order(bench: Bench, row: Row, result: PlanResult, rates: Rates) -> Order:
 def _outcome(bench: Bench, row: Row, result: PlanResult, trained: Trained, rates: Rates) -> Outcome:
     model, step_s, tokens = bench.models[row.size], trained.step_s, result.plan.step_tokens
     useful = row.gbs * flops.train_flops_per_sequence(model, row.seqlen, "causal")
+    if row.lora is not None:
+        useful -= row.gbs * flops.frozen_flops_per_sequence(model, row.lora, row.seqlen)
     return Outcome(
         row=row,
         step_s=step_s,

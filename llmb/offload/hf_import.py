@@ -69,7 +69,7 @@ def _read(source: _Source, param: ParamSlice, stored: dict[str, HfTensor]) -> Te
     begin, end, _ = param.source.indices(source.rows)
     # Opened for each tensor: pages read of an open file count as memory of this process until it is closed.
     with open_safetensors(stored[source.hf_name].file) as file:
-        rows: Tensor = file.get_slice(source.hf_name)[source.first + begin : source.first + end]  # type: ignore[index]
+        rows: Tensor = file.get_slice(source.hf_name)[source.first + begin : source.first + end]
     if source.layout is None:
         return rows
     assert end - begin == source.rows, "shards of the vocabulary have the order of files"

@@ -114,6 +114,22 @@ def test_unknown_names_are_one_line():
 
 
 @pytest.mark.nightly
+def test_lora_program_runs_on_any_machine(tmp_path):
+    done = subprocess.run(
+        [sys.executable, BENCH / "lora_gpu.py", "--tiny", "--json", tmp_path / "json"],
+        capture_output=True, text=True, cwd=BENCH.parent, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    resident, streaming = json.loads((tmp_path / "json").read_text())["rows"]
+    assert resident["expected"]["inbound_bytes"] == 0 < streaming["expected"]["inbound_bytes"]
+    assert resident["losses"][:3] == streaming["losses"]  # which has one step less to warm up
+    for row in (resident, streaming):
+        assert row["sound"]
+        assert row["expected"]["outbound_bytes"] == 0
+        assert row["device_bytes"] <= row["row"]["device_gib"] * GIB
+
+
+@pytest.mark.nightly
 def test_disk_program_runs_on_any_machine(tmp_path):
     done = subprocess.run(
         [sys.executable, BENCH / "outofcore_disk.py", "--tiny", "--disk-path", tmp_path, "--json", tmp_path / "json"],
