@@ -1,4 +1,4 @@
-"""Parts `rows` and `batch` of `outofcore_gpu.py`, and the rows of `lora_gpu.py`: each row trained and laid beside what it is compared with."""
+"""Parts `rows` and `batch` of `outofcore_gpu.py`, and `lora_gpu.py`: rows trained and laid beside references."""
 
 import math
 import sys
