@@ -15,6 +15,8 @@ EXAMPLES = (
     "llmb-run plan -w outofcore_llama3 -s 70b --gpu-type h200 --set update=master --json",
     "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 8192 --host-gb 20 --device-gb 24 --gpu-type h200 "
     "--set disk_gib=64 --set disk_gbs=7    # what the host does not hold on a disk of 7 GB/s",
+    "llmb-run plan -w outofcore_llama3 -s 70b --gpu-type h200 --host-gb 110 --device-gb 125 --set lora_rank=16 "
+    "--set frozen_weights=fp8    # LoRA on frozen weights in fp8",
     "",
     "any choice of the plan can be fixed: --set chunk_tokens=16384 --set resident_grads=32 --set full_saves=40 ...",
     "rates are those of the GPU's kind until `llmb-run probe` has measured this machine",
