@@ -141,10 +141,17 @@ def test_stacked_projections_are_not_exported() -> None:
         check_export(replace(UNTIED, name="stacked", architecture="phi3"))
 
 
-def test_plan_for_other_adapters_is_refused(tmp_path: Path) -> None:
-    events, code = run_in(tmp_path, with_work(lora_rank=8))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 8}, "lora_rank=8 and its settings, for which its plan was not made"),
+        ({"weights": "/missing"}, "weights=/missing is no folder; name one in Hugging Face's layout"),
+    ],
+)
+def test_settings_that_do_not_match_are_refused(changes: dict, message: str, tmp_path: Path) -> None:
+    events, code = run_in(tmp_path, with_work(**changes))
     assert code == 1
-    assert "lora_rank=8 and its settings, for which its plan was not made" in events[-1].reason
+    assert message in events[-1].reason
 
 
 def test_adapters_load_into_peft(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def supported_outofcore(config: RunConfig) -> tuple[OutOfCore, Plan]:
         raise ConfigError("workload.plan is null: `llmb-run submit` makes it, and `llmb-run plan` shows it")
     _check(config, workload, workload.plan)
     _check_export(workload)
+    if workload.weights is not None and not Path(workload.weights).is_dir():
+        raise ConfigError(f"weights={workload.weights} is no folder; name one in Hugging Face's layout")
     return workload, workload.plan
 
 
