@@ -8,18 +8,16 @@ from lora_reference import (
     LORA,
     frozen_bits,
     lora_plan,
+    lora_trainer,
     quantized,
     random_adapters,
     train_reference_adapters,
 )
-from reference_training import LEAST, SMOOTH, TIED, UNTIED, least_plan, network_of, trained, trainer_of
+from reference_training import LEAST, SMOOTH, TIED, UNTIED, least_plan, network_of, trained
 from shuffled_streams import ShuffledStreams
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
-from llmb.offload.bucket_params import param_slices
-from llmb.offload.lora.frozen_weights import store_rows
-from llmb.offload.trainer import Trainer
 from llmb.runtime import adamw_settings
 
 STEPS = 3
@@ -48,21 +46,8 @@ def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw_settings, "EPS", SMOOTH)
 
 
-def lora_trainer(model: Model, plan: Plan, clip: float | None = None, seed: int | None = None) -> Trainer:
-    """Return a trainer with the weights of `network_of`, in fp8 if the plan says so, and an adapter state of zeros."""
-    plain = replace(plan, lora=replace(plan.lora, frozen_weights=plan.dtype))
-    trainer = trainer_of(model, plan if plan.widens_weights else plain, clip, initial=True,
-                         streams=None if seed is None else ShuffledStreams(seed))  # fmt: skip
-    named = dict(network_of(model).named_parameters())
-    for bucket in trainer.buckets:
-        with trainer.edit_tensors(bucket) as tensors:
-            for param in param_slices(model, bucket):
-                store_rows(tensors[param.tensor], param.rows, named[param.name].detach()[param.source])
-    return trainer
-
-
 def assert_trains_as_autograd(model: Model, plan: Plan, clip: float | None = None) -> None:
-    trainer = lora_trainer(model, plan, clip, seed=5)
+    trainer = lora_trainer(model, plan, clip, ShuffledStreams(5))
     assert trainer.adapters is not None
     initial, before = random_adapters(trainer.adapters.adapters), frozen_bits(trainer)
     network = quantized(network_of(model)) if plan.widens_weights else None

@@ -111,8 +111,8 @@ def dry_run(model: Any, rank: int) -> tuple[int, int, float]:
     lora, bf16 = replace(LORA, rank=rank), torch.bfloat16
     watch = DispatchWatch(MemoryTracker())
     with watch, torch.device("meta"), fused_shapes("causal", watch.add_flops):
-        one = replace(model, layers=1)
-        adapters = LoraAdapters(one, lora, *(torch.empty(adapter_numel(one, lora), dtype=bf16) for _ in range(2)))
+        single = replace(model, layers=1)
+        adapters = LoraAdapters(single, lora, *(torch.empty(adapter_numel(single, lora), dtype=bf16) for _ in range(2)))
         weights = LayerWeights(**{k: torch.empty(v, dtype=bf16) for k, v in layer_weight_shapes(model).items()})
         input_NC, out_NC, d_residual_NC = (torch.empty(ROWS, model.hidden, dtype=bf16) for _ in range(3))
         width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -121,7 +121,7 @@ def dry_run(model: Any, rank: int) -> tuple[int, int, float]:
         common: tuple[Any, ...] = (
             chunk_segments([0], 0, ROWS), *(torch.empty(ROWS, model.head_dim // 2) for _ in range(2)),
         )  # fmt: skip
-        layer, memory = LlamaLayer(one, LoraLinears), watch.memory
+        layer, memory = LlamaLayer(single, LoraLinears), watch.memory
         adapted, before = adapters.weights(0, weights), memory.live
         memory.reset_peak()
         layer.forward(adapted, input_NC, kv, *common, out_NC)

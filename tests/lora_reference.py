@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from reference_training import CPU, SEED, SMOOTH, lr, network_of
+from reference_training import CPU, SEED, SMOOTH, lr, network_of, trainer_of
 from torch import Tensor
 from torch.func import functional_call
 
@@ -12,7 +12,9 @@ from llmb.config.offload_plan import Lora, Plan
 from llmb.config.spec import Model
 from llmb.models.architectures import Network
 from llmb.models.llama_layer.lora_adapters import LoraAdapters
-from llmb.offload.lora.frozen_weights import StoredTensor
+from llmb.offload.bucket_params import param_slices
+from llmb.offload.cuda_streams import Streams
+from llmb.offload.lora.frozen_weights import StoredTensor, store_rows
 from llmb.offload.trainer import Trainer
 from llmb.ops.quant.channel_quant import ChannelFp8, quantize_channels_
 from llmb.runtime.adamw_settings import BETAS, WEIGHT_DECAY
@@ -30,6 +32,19 @@ def lora_plan(plan: Plan, lora: Lora = LORA) -> Plan:
     """Return a plan without gradients and state of buckets."""
     none = dict.fromkeys(("resident_grads", "resident_states", "grad_blocks", "state_blocks", "disk_states"), 0)
     return replace(plan, lora=lora, update_at="backward", **none)
+
+
+def lora_trainer(
+    model: Model, plan: Plan, clip: float | None = None, streams: Streams | None = None, device: torch.device = CPU
+) -> Trainer:
+    """Return a trainer with the weights of `network_of`, in fp8 if the plan says so, and initial adapters."""
+    trainer = trainer_of(model, plan, clip, streams, device, initial=True)
+    named = dict(network_of(model).named_parameters())
+    for bucket in trainer.buckets:
+        with trainer.edit_tensors(bucket) as tensors:
+            for param in param_slices(model, bucket):
+                store_rows(tensors[param.tensor], param.rows, named[param.name].detach()[param.source])
+    return trainer
 
 
 def random_adapters(adapters: LoraAdapters) -> Values:
