@@ -17,9 +17,9 @@ from llmb.config.llama_layer_shapes import aligned, has_llama_layers, layer_weig
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
 from llmb.models.autograd_layer import AutogradLayer
-from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, Fp8ModelWeights, PassName
-from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.fp8_layer_weights import PassName, QuantizedLayerWeights
 from llmb.models.llama_layer.layer import LlamaLayer
+from llmb.models.llama_layer.layer_recipes import DEFAULT, LAYER_RECIPES, Fp8ModelWeights
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.offload.arena import Arena
@@ -108,7 +108,7 @@ class TaskRunner:
         self.buckets, self.dtypes = ParamBuckets(model), offload_dtypes(plan)
         self.weight_names = [*layer_weight_shapes(model)]
         self.fp8 = Fp8ModelWeights(model, arena.device) if plan.dtype == "fp8" else None
-        linears: Any = PlainLinears if self.fp8 is None else Fp8Linears
+        linears: Any = PlainLinears if self.fp8 is None else LAYER_RECIPES[DEFAULT].linears
         self.layers: dict[str, LlamaLayer[Any]] = {}  # by letter of the attention pattern; or else
         self.autograd_layers: dict[str, AutogradLayer] = {}
         for kind in set(model.attention_pattern):
@@ -266,7 +266,7 @@ class TaskRunner:
             self._views[view_key] = bucket_tensors(elements(self._bytes(operation, key)), shapes)
         return self._views[view_key]
 
-    def _weights(self, operation: Operation, pass_name: PassName) -> LayerWeights | Fp8LayerWeights:
+    def _weights(self, operation: Operation, pass_name: PassName) -> LayerWeights | QuantizedLayerWeights[Any]:
         """Return the weights of a layer, as its linear layers take them."""
         weights = self._layer_weights(operation, "param")
         return weights if self.fp8 is None else self.fp8.layer(operation.task.layer, pass_name, weights)

@@ -7,9 +7,10 @@ from small_models import llama_model
 from torch import Tensor
 
 from llmb.models.blocks import rope_table
-from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, Fp8ModelWeights, PassName
+from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, PassName
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
 from llmb.models.llama_layer.layer import LlamaLayer
+from llmb.models.llama_layer.layer_recipes import Fp8ModelWeights
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.models.llama_layer.linears import PlainLinears

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from llmb.errors import ConfigError
 from llmb.models.llama_layer import fp8_layer_weights as fp8_weights_module
-from llmb.models.llama_layer.fp8_layer_weights import MATRICES, Fp8LayerWeights, Fp8ModelWeights
+from llmb.models.llama_layer.fp8_layer_weights import MATRICES, Fp8LayerWeights
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.layer_recipes import Fp8ModelWeights
 from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.offload.buffer_views import layer_weights_view
