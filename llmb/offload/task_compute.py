@@ -107,8 +107,9 @@ class TaskRunner:
         self.rope_rows, self.seed = rope_rows, seed
         self.buckets, self.dtypes = ParamBuckets(model), offload_dtypes(plan)
         self.weight_names = [*layer_weight_shapes(model)]
-        self.fp8 = Fp8ModelWeights(model, arena.device) if plan.dtype == "fp8" else None
-        linears: Any = PlainLinears if self.fp8 is None else LAYER_RECIPES[DEFAULT].linears
+        recipe = plan.fp8_recipe or DEFAULT
+        self.fp8 = Fp8ModelWeights(model, arena.device, recipe) if plan.dtype == "fp8" else None
+        linears: Any = PlainLinears if self.fp8 is None else LAYER_RECIPES[recipe].linears
         self.layers: dict[str, LlamaLayer[Any]] = {}  # by letter of the attention pattern; or else
         self.autograd_layers: dict[str, AutogradLayer] = {}
         for kind in set(model.attention_pattern):
