@@ -170,7 +170,8 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     for setup in compared:
         difference = [loss / base_loss - 1 for loss, base_loss in zip(means[setup], means[base], strict=True)]
         lower.plot(range(1, len(difference) + 1), difference, color=colours[setup], linewidth=1)
-    seeds = [[loss / mean - 1 for loss in step] for step, mean in zip(zip(*losses[base]), means[base], strict=True)]
+    by_step = zip(zip(*losses[base], strict=True), means[base], strict=True)
+    seeds = [[loss / mean - 1 for loss in step] for step, mean in by_step]
     steps = range(1, len(seeds) + 1)
     lower.fill_between(steps, [min(step) for step in seeds], [max(step) for step in seeds], color="0.85", linewidth=0)
     lower.axhline(0, color="grey", linewidth=0.5)

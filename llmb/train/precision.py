@@ -17,6 +17,7 @@ a forward pass reads anew each time: between two, they may be sharded or move.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,8 +163,8 @@ def _input_owner(path: str, paths: Iterable[str]) -> str:
     return next(owner for owner in (f"{block}.{member}" for member in group) if owner in paths)
 
 
-def amax_reduction(mesh: Mesh, recipe: str) -> ReduceMax | RankReductions | None:
-    """Return how the amaxes of a pipeline stage are reduced over ranks; None: this rank has all tensors whole.
+def amax_reduction(mesh: Mesh, recipe: str) -> Any:
+    """Return how a recipe reduces the amaxes of a pipeline stage over ranks; None: this rank has all tensors whole.
 
     Delayed scales are those of all tokens of a step. Current ones are those of a micro-batch, which is on the ranks of
     cp and tp. Of many scales per tensor, those of a token are shared by the ranks of tp, which divide channels, and

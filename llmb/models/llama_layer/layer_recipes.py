@@ -18,7 +18,6 @@ from llmb.config.spec import Model
 from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, PassName, QuantizedLayerWeights, scale_dtypes
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
 from llmb.models.llama_layer.layer_tensors import LayerWeights
-from llmb.models.llama_layer.quantized_linears import QuantizedLinears
 from llmb.models.llama_layer.scaled_layer_weights import ScaledLayerWeights
 from llmb.models.llama_layer.scaled_linears import ScaledLinears
 from llmb.ops.quant.delayed_scaling import SCALINGS
@@ -30,7 +29,7 @@ DEFAULT = "tensorwise_delayed"
 class LayerRecipe(NamedTuple):
     """How a layer quantizes the operands of its GEMMs."""
 
-    linears: type[QuantizedLinears[Any]]
+    linears: Any  # a subclass of QuantizedLinears: (model, weights, inputs, tp, fp8_fast_accum)
     weights: Any  # a subclass of QuantizedLayerWeights: (layer, weights, scales, buffers)
     new_scaling: Callable[..., Any]  # (indices of layers, device, reductions over ranks)
 

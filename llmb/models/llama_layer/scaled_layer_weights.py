@@ -44,17 +44,17 @@ class ScaledLayerWeights(QuantizedLayerWeights[ScaledFp8]):
 
     def quantized(self, name: str, x_NK: Tensor, *, rows: bool = False, columns: bool = False) -> ScaledFp8:
         """Return an activation or gradient in the requested layouts."""
-        reductions = self.scales.reductions
-        out = self.scales.empty(*x_NK.shape, x_NK.device, rows=rows, columns=columns)
+        (n, k), reductions = x_NK.shape, self.scales.reductions
+        out = self.scales.empty(n, k, x_NK.device, rows=rows, columns=columns)
         shared_rows = reductions.channels if name in SHARDED_CHANNELS else None
         self.scales.quantize_(x_NK, out, (shared_rows, reductions.tokens))
         return out
 
     def _cast(self, name: str, rows: bool, columns: bool) -> ScaledFp8:
         weight, shared = self.weights.matrices[MATRICES.index(name)], self.scales.reductions.channels
-        reductions = (shared, None) if name in SHARDED_INPUTS else (None, shared)
+        reductions, (n, k) = (shared, None) if name in SHARDED_INPUTS else (None, shared), weight.shape
         if self._buffers is None:
-            out = self.scales.empty(*weight.shape, weight.device, rows=rows, columns=columns, weight=True)
+            out = self.scales.empty(n, k, weight.device, rows=rows, columns=columns, weight=True)
         else:
             out = self._buffers[name].with_layouts(rows, columns)
         self.scales.quantize_(weight, out, reductions, weight=True)
