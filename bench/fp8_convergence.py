@@ -156,11 +156,14 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}
     from matplotlib import pyplot
 
     means = {setup: [statistics.fmean(step) for step in zip(*runs, strict=True)] for setup, runs in losses.items()}
     base, *compared = means
-    figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2))
+    figure, (upper, lower) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
+    )
     colours = {setup: f"C{number}" for number, setup in enumerate(means)}
     for setup, values in means.items():
         upper.plot(range(1, len(values) + 1), values, label=setup, color=colours[setup], linewidth=1)
@@ -177,7 +180,7 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     lower.axhline(0, color="grey", linewidth=0.5)
     lower.set_ylabel(f"over {base} - 1\n(grey: its seeds)")
     lower.set_xlabel("step")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
     print(f"plot: {path}")
 
 

@@ -238,8 +238,9 @@ class ActivationSizes:
         hidden, _, _, ffn = self.model.hidden, *self._local_widths
         if forward:
             return self.tokens * ffn * (self.value_bytes + self.gemm_bytes)
-        down = hidden * ffn * BYTES["fp8"] if self.is_gathered(layer) else 0.0
-        added = hidden * ffn * BYTES[self.work.gradients] if self.work.ga > 1 else 0.0
+        is_gathered = self.is_gathered(layer)  # then gradients are reduced after each micro-batch, not added to
+        down = hidden * ffn * BYTES["fp8"] if is_gathered else 0.0
+        added = hidden * ffn * BYTES[self.work.gradients] if self.work.ga > 1 and not is_gathered else 0.0
         at_down, at_gate_up = 5 * ffn + 2 * hidden, 4 * ffn + hidden
         return down + max(
             self.tokens * at_down * self.gemm_bytes + added, self.tokens * at_gate_up * self.gemm_bytes + 2 * added
