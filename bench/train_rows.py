@@ -134,9 +134,9 @@ def _recipe(row: Row, gpu: str) -> Recipe:
 
 def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
     """Return the same structure, very small, on a CPU: shows only that it runs."""
-    kept = ["balanced_experts=true"] if row.true_width else []
-    kept += [setting for setting in row.settings if setting.startswith("fp8_recipe=")]
-    overrides = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *kept, *settings, *ENDLESS]))
+    row_settings = ["balanced_experts=true"] if row.true_width else []
+    row_settings += [setting for setting in row.settings if setting.startswith("fp8_recipe=")]
+    overrides = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *row_settings, *settings, *ENDLESS]))
     request = RunRequest(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=overrides)
     config = resolve(_recipe(row, "cpu"), request)
     window = None if config.model.window is None else TINY_WINDOW

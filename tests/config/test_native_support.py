@@ -16,6 +16,7 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
+from llmb.perfmodel.explain.run_prediction import predict_run
 
 SERVING = "cuda_graphs=false instead of the recipe's true (native engine: CUDA graphs of serving do not capture "
 BATCH = "max_batch_size=3334 instead of the recipe's 3328 (native engine: a last wave of 48 of 30000 requests would "
@@ -237,8 +238,8 @@ def test_block_scales_of_widths_without_whole_blocks_are_refused(recipes):
 def test_out_of_core_training_keeps_no_current_scaling(recipes):
     settings = (Setting(field="fp8_recipe", value="tensorwise_current", source="--set"),)
     request = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200", force=True, settings=settings)
-    known = "tensorwise_delayed, rowwise, blockwise"
-    with pytest.raises(ConfigError, match=rf"fp8_recipe of outofcore: 'tensorwise_current'.*: {known}$"):
+    choices = "tensorwise_delayed, rowwise, blockwise"
+    with pytest.raises(ConfigError, match=rf"fp8_recipe of outofcore: 'tensorwise_current'.*: {choices}$"):
         resolve(recipes["outofcore_llama3"], request)
 
 
@@ -249,6 +250,18 @@ def test_recipes_with_many_scales_run_at_every_scale(recipes, recipe):
     settings = (Setting(field="fp8_recipe", value=recipe, source="--set"),)
     small = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="cpu", proxy="small", settings=settings)
     check_engine_support(resolve(recipes["pretrain_llama3.1"], small))  # whose proxy is wide enough
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_predictions_say_whose_gemm_rates_they_use(recipes, recipe):
+    one_scale, many = (
+        predict_run(llama(recipes, "h200", 1, fp8_recipe=name)) for name in ("tensorwise_delayed", recipe)
+    )
+    assert many.source == f"{one_scale.source}, GEMM rates of one fp8 scale per tensor (none measured)"
+    assert many.terms["gemm"] == pytest.approx(one_scale.terms["gemm"], rel=0.01)
+    assert many.terms["quantization"] > one_scale.terms["quantization"]
+    widths = [prediction.interval_80[1] / prediction.value for prediction in (one_scale, many)]
+    assert widths[1] > widths[0]
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def test_values_times_scales_are_the_matrix_in_either_layout(recipe: str, weight
 @each_recipe
 def test_rows_are_those_that_serving_quantizes(recipe: str) -> None:
     x = uneven(40, 256).bfloat16()
-    served, own = quantize_activation(x, "per_token" if recipe == "rowwise" else "1x128"), quantized(recipe, x)
-    assert torch.equal(served.values.float(), own.rows.float())
-    assert torch.equal(served.scales, own.row_scales)
+    served, trained = quantize_activation(x, "per_token" if recipe == "rowwise" else "1x128"), quantized(recipe, x)
+    assert torch.equal(served.values.float(), trained.rows.float())
+    assert torch.equal(served.scales, trained.row_scales)
 
 
 @each_recipe

@@ -42,12 +42,12 @@ def cast_bytes(plan: Plan) -> int:
 
 def _many_scales(model: Model, first_pass: int) -> OperandBytes:
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    one, both = CAST + first_pass, CAST_BOTH + first_pass
-    norms, attention = 2 * (2 * 2 + one) * model.hidden, one * width
-    activation = (2 * 3 + one) * model.ffn
-    d_residuals, d_qkv = 2 * both * model.hidden, both * (width + 2 * kv_width)
+    cast, cast_both = CAST + first_pass, CAST_BOTH + first_pass
+    norms, attention = 2 * (2 * 2 + cast) * model.hidden, cast * width
+    activation = (2 * 3 + cast) * model.ffn
+    d_residuals, d_qkv = 2 * cast_both * model.hidden, cast_both * (width + 2 * kv_width)
     # Reads the gradient of act, gate and up, writes gradients of these two and act; then casts them.
-    activation_backward = 2 * 6 * model.ffn + both * 2 * model.ffn + one * model.ffn
+    activation_backward = 2 * 6 * model.ffn + cast_both * 2 * model.ffn + cast * model.ffn
     norms_backward = 2 * 2 * 4 * model.hidden
     return OperandBytes(
         forward=norms + attention + activation,
