@@ -2,11 +2,14 @@
 
     python bench/fp8_convergence.py [--data tokens.bin] [--steps 300] [--seeds 6] [--json FILE] [--plot FILE.png]
     python bench/fp8_convergence.py --layers 2 --hidden 128 --steps 60 --seeds 1 --at-once 1     # minutes on a CPU
+    python bench/fp8_convergence.py --recipes --layers 4 --hidden 128 --seqlen 128 --batch 8 --steps 100 --lr 2e-3 \
+        --seeds 2 --at-once 1 --plot docs/pictures/fp8_recipes.svg                               # minutes on a CPU
 
 Each setup is trained from several seeds: even two runs that differ by rounding alone are 0.6 % apart after 300 steps,
 so one run of each would be noise. Prints the mean loss of the last 20 steps, its standard error over
 the seeds, and its ratio to bf16's, aim within 1 % of 1. `narrow` are weights, gradients and moments in bf16, as the
-rows of `train_gpu.py` have them.
+rows of `train_gpu.py` have them. With --recipes it is bf16 and every fp8 recipe of training instead (a width that is a
+multiple of 128), and the difference from bf16 stands beside the spread of bf16's seeds.
 
 The text is the shipped one (data/kjv.txt), tokenized on the spot; without a tokenizer library it is synthetic tokens,
 and says so. Runs on the GPU where there is one and on the CPU otherwise.
@@ -22,11 +25,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from bench_report import BenchReport
 from train_process import ROOT, trained_steps
 from train_rows import NARROW
 
+from llmb.config.native.number_formats import FP8_RECIPES
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.errors import LaunchError
@@ -35,11 +40,17 @@ from llmb.launch.local_machine import gpu_names
 from llmb.perfmodel.hardware import identify_gpu
 
 LAST = 20  # steps whose mean loss is compared
-SETUPS = {  # dtype and other settings; the first is the baseline
-    "bf16": ("bf16", {}),
-    "fp8": ("fp8", {}),
-    "bf16, narrow": ("bf16", NARROW),
-    "fp8, narrow, fast accumulation": ("fp8", {**NARROW, "fp8_fast_accum": True}),
+BF16, FP8 = Precision(dtype="bf16"), Precision(dtype="fp8")
+Setup = tuple[Precision, dict[str, Any]]  # and other settings of a run
+SETUPS: dict[str, Setup] = {  # the first is the baseline
+    "bf16": (BF16, {}),
+    "fp8": (FP8, {}),
+    "bf16, narrow": (BF16, NARROW),
+    "fp8, narrow, fast accumulation": (FP8, {**NARROW, "fp8_fast_accum": True}),
+}
+RECIPES: dict[str, Setup] = {
+    "bf16": (BF16, {}),
+    **{f"fp8 {name}": (replace(FP8, fp8_recipe=name), {}) for name in FP8_RECIPES["training"]},
 }
 Losses = dict[str, list[list[float]]]  # by setup, seed and step
 
@@ -102,22 +113,40 @@ def losses_of(config: RunConfig, folder: Path) -> list[float]:
         sys.exit(str(error))
 
 
-def train_all(config: RunConfig, seeds: int, at_once: int, folder: Path) -> Losses:
+def train_all(setups: dict[str, Setup], config: RunConfig, seeds: int, at_once: int, folder: Path) -> Losses:
     """Train all setups from all seeds."""
 
     def train_run(run: tuple[str, int]) -> list[float]:
         setup, seed = run
-        dtype, fields = SETUPS[setup]
+        precision, fields = setups[setup]
         work = replace(config.workload, seed=seed, **fields)
-        return losses_of(replace(config, precision=Precision(dtype=dtype), workload=work), folder / f"{setup} {seed}")
+        return losses_of(replace(config, precision=precision, workload=work), folder / f"{setup} {seed}")
 
-    runs = list(product(SETUPS, range(1, seeds + 1)))
-    all_losses: Losses = {setup: [] for setup in SETUPS}
+    runs = list(product(setups, range(1, seeds + 1)))
+    all_losses: Losses = {setup: [] for setup in setups}
     with ThreadPoolExecutor(at_once) as pool:
         for (setup, seed), losses in zip(runs, pool.map(train_run, runs), strict=True):
             print(f"  {setup}, seed {seed}: {statistics.fmean(losses[-LAST:]):.4f}", flush=True)
             all_losses[setup].append(losses)
     return all_losses
+
+
+def print_ends(report: BenchReport, losses: Losses) -> None:
+    """Print how each setup ends; its difference from the first is that of runs with the same seed, in spreads of it."""
+    rows: list[tuple[str | None, ...]] = []
+    ends = {setup: [statistics.fmean(run[-LAST:]) for run in runs] for setup, runs in losses.items()}
+    first = next(iter(ends.values()))
+    unit = statistics.stdev(first) if len(first) > 1 else None
+    for setup, values in ends.items():
+        mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+        error = spread / len(values) ** 0.5 if spread is not None else None
+        apart = mean - statistics.fmean(first)
+        cells = mean, spread, error, mean / statistics.fmean(first), apart, apart / unit if unit else None
+        rows.append((setup, *(None if x is None else f"{x:.4f}" for x in cells)))
+        names = ("mean", "spread", "error", "ratio", "difference", "difference_in_spreads")
+        report.record("ends", {"setup": setup, **dict(zip(names, cells, strict=True))})
+    header = ("setup", "loss", "spread", "error", "x of bf16", "- bf16", "in spreads of bf16")
+    report.print_table(f"mean loss of the last {LAST} steps", header, rows)
 
 
 def plot(losses: Losses, title: str, path: Path) -> None:
@@ -127,11 +156,14 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}
     from matplotlib import pyplot
 
     means = {setup: [statistics.fmean(step) for step in zip(*runs, strict=True)] for setup, runs in losses.items()}
     base, *compared = means
-    figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2))
+    figure, (upper, lower) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
+    )
     colours = {setup: f"C{number}" for number, setup in enumerate(means)}
     for setup, values in means.items():
         upper.plot(range(1, len(values) + 1), values, label=setup, color=colours[setup], linewidth=1)
@@ -141,10 +173,14 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     for setup in compared:
         difference = [loss / base_loss - 1 for loss, base_loss in zip(means[setup], means[base], strict=True)]
         lower.plot(range(1, len(difference) + 1), difference, color=colours[setup], linewidth=1)
+    by_step = zip(zip(*losses[base], strict=True), means[base], strict=True)
+    seeds = [[loss / mean - 1 for loss in step] for step, mean in by_step]
+    steps = range(1, len(seeds) + 1)
+    lower.fill_between(steps, [min(step) for step in seeds], [max(step) for step in seeds], color="0.85", linewidth=0)
     lower.axhline(0, color="grey", linewidth=0.5)
-    lower.set_ylabel(f"over {base} - 1")
+    lower.set_ylabel(f"over {base} - 1\n(grey: its seeds)")
     lower.set_xlabel("step")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
     print(f"plot: {path}")
 
 
@@ -152,6 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a token file; default: the shipped text")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--recipes", action="store_true", help="compare the fp8 recipes of training")
     parser.add_argument("--seeds", type=int, default=6, help="runs of each setup")
     parser.add_argument("--at-once", type=int, default=8, help="concurrent runs")
     parser.add_argument("--layers", type=int, default=8)
@@ -169,17 +206,11 @@ def main() -> None:
         title = f"{config.model.name}, {options.steps} steps of {options.batch} x {options.seqlen} tokens"
         report.print_heading(f"{title}, {options.seeds} seeds")
         report.record("config", to_plain(config))
-        losses = train_all(config, options.seeds, options.at_once, folder)
+        losses = train_all(
+            RECIPES if options.recipes else SETUPS, config, options.seeds, options.at_once, folder
+        )  # fmt: skip
     report.record("losses", losses)
-    rows, base = [], None
-    for setup, runs in losses.items():
-        ends = [statistics.fmean(run[-LAST:]) for run in runs]
-        mean, spread = statistics.fmean(ends), statistics.stdev(ends) if len(ends) > 1 else None
-        base = base or mean
-        error = spread / len(ends) ** 0.5 if spread is not None else None
-        rows.append((setup, *(None if x is None else f"{x:.4f}" for x in (mean, spread, error, mean / base))))
-        report.record("ends", {"setup": setup, "mean": mean, "spread": spread, "error": error, "ratio": mean / base})
-    report.print_table(f"mean loss of the last {LAST} steps", ("setup", "loss", "spread", "error", "x of bf16"), rows)
+    print_ends(report, losses)
     if options.plot:
         plot(losses, f"{title}, mean of {options.seeds} seeds", options.plot)
 

@@ -19,6 +19,7 @@ Way = Literal["forward", "input gradient", "weight gradient"]
 WAYS: tuple[Way, ...] = ("forward", "input gradient", "weight gradient")
 T = TypeVar("T")
 HEAD_ROWS = 8192  # of the logits that exist at once
+MANY_SCALES = ("rowwise", "blockwise")  # fp8 recipes whose GEMMs are other calls
 TOKEN_MULTIPLE = 64  # of sequences that stand for others with a window
 
 
@@ -31,6 +32,7 @@ class GemmCall:
     rows: int
     outputs: int
     inputs: int
+    scales: str = ""  # of fp8 operands, where there are many: the recipe
 
     @property
     def flops(self) -> float:
@@ -42,7 +44,8 @@ class GemmCall:
         return tuple(sorted((self.rows, self.outputs, self.inputs)))
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.rows} x {self.inputs} -> {self.outputs}, {self.way}"
+        kind = " ".join(filter(None, (self.dtype, self.scales)))
+        return f"{kind} {self.rows} x {self.inputs} -> {self.outputs}, {self.way}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def calls_of(config: RunConfig) -> dict[Call, int]:
     """Return how often each call occurs in a micro-batch."""
     model, work = config.model, config.workload
     assert isinstance(work, Training)
-    tokens = work.mbs * work.seqlen
+    tokens, precision = work.mbs * work.seqlen, config.precision
+    scales = precision.fp8_recipe if precision.fp8_recipe in MANY_SCALES else ""
     calls: dict[Call, int] = {}
 
     def add(call: Call, count: int) -> None:
@@ -108,7 +112,7 @@ def calls_of(config: RunConfig) -> dict[Call, int]:
     for kind, count in model.blocks.items():
         for rows, outputs, inputs in _products(model, kind, tokens) if count else ():
             for way in WAYS:
-                add(GemmCall(way, config.precision.dtype, rows, outputs, inputs), count)
+                add(GemmCall(way, precision.dtype, rows, outputs, inputs, scales), count)
         for call, layers in _mixing(model, kind, count, work) if count else ():
             add(call, layers)
     rows = min(tokens, HEAD_ROWS)

@@ -2,6 +2,7 @@
 
     python bench/train_gpu.py [--json FILE] [--only rates,rows,kernels,memory,peers] [--row "8b 8k"] [--steps 20]
     python bench/train_gpu.py --only rows,kernels --row "llama 8b 8k fp8" --set recompute_layers=0
+    python bench/train_gpu.py --only rows --row "llama 8b 8k"       # bf16 and every fp8 recipe of training
     python bench/train_gpu.py --tiny        # very small models on the CPU of any machine: shows only that it runs
 
 Random weights, synthetic tokens, whole optimizer steps of the engine itself (llmb/train), in this process. A ceiling is
@@ -13,7 +14,8 @@ them.
 
 Seconds on an H200: 410 in all. Rates 61; rows of Llama 8b 106 and 51, part `kernels` included, at 32k 18, Nemotron-H
 19, Grok-1 16 and 12, DeepSeek 13 and 12, Llama 1b 10; memory 26; peers 12, 13, 18 and 23. The four rows of Qwen3 and
-Gemma 2, of 14 seconds each behind their first step, come on top. In parts:
+Gemma 2, of 14 seconds each behind their first step, come on top, and so do the three other fp8 recipes of Llama 8b, of
+at most 30 seconds each. A row's ceiling is that of GEMMs with the scales of its recipe. In parts:
 `--only rates,rows,kernels` and `--only peers`, which knows no speed of ours.
 """
 

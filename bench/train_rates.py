@@ -22,7 +22,10 @@ from train_calls import AttentionCall, Call, GemmCall, MemoryCall, TimedCall
 from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.gemm.algorithm_trial import time_interleaved
 from llmb.ops.gemm.matmul import matmul
+from llmb.ops.gemm.scaled_matmul import scaled_matmul
 from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.blockwise_quant import grouped_tokens
+from llmb.ops.quant.vector_scaling import VECTOR_SCALINGS
 
 Candidate = Callable[[], object]
 SETTLING = 1 / 3  # of a row's turns, which do not count
@@ -67,6 +70,8 @@ def fastest_call(call: TimedCall, operands: Operands) -> Candidate:
     """Return the fastest candidate for a call."""
     if isinstance(call, AttentionCall):
         return _fastest(_attention_ways(call, operands.device), operands.device)
+    if call.scales:
+        return _scaled_way(call, operands)
     if call.dtype == "fp8" and operands.device.type == "cuda":
         return _fp8_way(call, operands)
     return _bf16_way(call, operands)  # a CPU has no fp8 GEMM: a smoke run uses bf16
@@ -96,6 +101,27 @@ def _fp8_way(call: GemmCall, operands: Operands) -> Candidate:
             left, right = operands.dy8.matrix(m, n), operands.x8.matrix(k, n)
     scale = torch.ones((), device=operands.device)
     return lambda: matmul(left, right.T, dtype=torch.bfloat16, scales=(scale, scale), fast=True)
+
+
+def _scaled_way(call: GemmCall, operands: Operands) -> Candidate:
+    """The GEMM of a recipe with many scales, all of them e4m3; with a scale a row fast accumulation, as others."""
+    n, m, k = call.rows, call.outputs, call.inputs
+    x8, w8, blocks = operands.x8, operands.w8, call.way != "weight gradient"
+    match call.way:
+        case "forward":
+            left, right = x8.matrix(n, k), w8.matrix(m, k)
+        case "input gradient":
+            left, right = x8.matrix(n, m), w8.matrix(k, m)
+        case "weight gradient":
+            tokens = grouped_tokens(n)  # padded
+            left, right = x8.matrix(m, tokens), w8.matrix(k, tokens)
+    scaling = VECTOR_SCALINGS[call.scales]()
+    shapes = (*left.shape, False), (*right.shape, blocks)
+    scales = [scaling.empty(*shape, left.device, rows=True, weight=weight).row_scales for *shape, weight in shapes]
+    for each in scales:
+        each.fill_(1.0)
+    out = torch.empty(len(left), len(right), device=left.device, dtype=torch.bfloat16)
+    return lambda: scaled_matmul((left, scales[0]), (right, scales[1]), out, fast=True)
 
 
 def _attention_ways(call: AttentionCall, device: torch.device) -> list[Candidate]:

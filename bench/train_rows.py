@@ -77,6 +77,9 @@ ROWS = (
         aim=12_000, floor=11_600, aim_share=0.96, seconds=125, kernels=True),
     Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="fp8", settings=("gbs=4", *_8B, *_FP8),
         aim=17_500, floor=15_500, aim_share=0.86, seconds=90, kernels=True),
+    *(Row(name=f"llama 8b 8k {recipe}", workload=LLAMA, size="8b", dtype="fp8",
+          settings=("gbs=4", *_8B, *(() if recipe == "blockwise" else _FP8), f"fp8_recipe={recipe}"),
+          steps=8, seconds=30) for recipe in ("tensorwise_current", "rowwise", "blockwise")),
     Row(name="llama 8b 32k", workload=LLAMA, size="8b", dtype="bf16",
         settings=("seqlen=32768", "mbs=1", "gbs=1", "recompute_layers=3", *_NARROW),
         aim_share=0.95, floor_share=0.92, steps=3, seconds=14),
@@ -131,8 +134,9 @@ def _recipe(row: Row, gpu: str) -> Recipe:
 
 def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
     """Return the same structure, very small, on a CPU: shows only that it runs."""
-    experts = ["balanced_experts=true"] if row.true_width else []
-    overrides = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *experts, *settings, *ENDLESS]))
+    row_settings = ["balanced_experts=true"] if row.true_width else []
+    row_settings += [setting for setting in row.settings if setting.startswith("fp8_recipe=")]
+    overrides = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *row_settings, *settings, *ENDLESS]))
     request = RunRequest(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=overrides)
     config = resolve(_recipe(row, "cpu"), request)
     window = None if config.model.window is None else TINY_WINDOW

@@ -67,6 +67,7 @@ class Plan:
     attn_slots: int
     rest_slots: int
     levels: str  # a letter for each chunk of a whole round, layer by layer
+    fp8_recipe: Literal["tensorwise_delayed", "rowwise", "blockwise"] | None = None  # none: no fp8, or the first
     disk_params: int = 0  # buckets that live on disk; none of them is resident
     disk_states: int = 0
     lora: Lora | None = None  # none: all weights are trained

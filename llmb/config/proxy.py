@@ -26,8 +26,11 @@ ONE_RANK = Parallel()
 ALIGNMENT = 16  # fp8 GEMMs need dimensions that are multiples of this, on each rank
 
 
-def small_proxy(model: Model, layout: Parallel = ONE_RANK) -> Model:
-    """Return a model of the same structure with a few million parameters, which the layout divides."""
+def small_proxy(model: Model, layout: Parallel = ONE_RANK, multiple: int = ALIGNMENT) -> Model:
+    """Return a model of the same structure with a few million parameters, which the layout divides.
+
+    Widths that GEMMs sum are multiples of `multiple` on each rank.
+    """
     group = model.heads // model.kv_heads  # query heads per KV head
     kv_heads = min(model.kv_heads, 4 if group == 1 else 2)
     if not 1 <= kv_heads * group <= WIDTH:
@@ -44,10 +47,10 @@ def small_proxy(model: Model, layout: Parallel = ONE_RANK) -> Model:
         layers=layers,
         pattern=model.pattern[:layers] if model.pattern is not None else None,
         hidden=hidden,
-        ffn=_round_up(_scaled_width(model.ffn, model, hidden), ALIGNMENT * layout.tp),
+        ffn=_round_up(_scaled_width(model.ffn, model, hidden), multiple * layout.tp),
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_dim=max(head_dim, ALIGNMENT * layout.tp // kv_heads),
+        head_dim=max(head_dim, multiple * layout.tp // kv_heads),
         vocab=_round_up(min(model.vocab, VOCAB), layout.tp),
         experts=_small_moe(model.experts, model, hidden, layout) if model.experts else None,
         mla=MlaConfig(q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32) if model.mla else None,

@@ -152,7 +152,8 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
         )
 
         rates = known_rates(gpu) if install is None else rates_of(gpu, install)
-        sections["workload"] = plan_workload(sections["workload"], model, request.dtype, rates)
+        recipe_name = sections["precision"].fp8_recipe
+        sections["workload"] = plan_workload(sections["workload"], model, request.dtype, rates, recipe_name)
     sections["workload"] = with_default_lr(sections["workload"], model, values)
     changed = tuple(overrides + model_overrides)
     is_proxy = request.proxy is not None or bool(proxy_notes)

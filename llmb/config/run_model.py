@@ -13,6 +13,7 @@ from llmb.config.spec import Model, Override, Parallel, RunConfig, Training, Wor
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.perfmodel.params import FP8_ALIGNMENT, FP8_BLOCK
 
 MEMORY_FRACTION = 0.9  # usable: the estimate leaves out the CUDA context, workspaces and fragmentation
 SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
@@ -31,7 +32,8 @@ def base_model(
             return real, []
     else:
         check_layout(parallel, changed_model(real, request)[0], values)  # the proxy itself is enlarged for any layout
-        proxy = small_proxy(real, parallel)
+        blocks = values.get("fp8_recipe") == "blockwise" and recipe.kind != "inference"
+        proxy = small_proxy(real, parallel, FP8_BLOCK if blocks else FP8_ALIGNMENT)
     lengths = describe_lengths(recipe, values) if "isl" in values else f"sequences of {values['seqlen']} tokens"
     return proxy, [f"{describe_change(real, proxy)}, {lengths}"]
 

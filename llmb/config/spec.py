@@ -15,7 +15,7 @@ Architecture = Literal[
     "mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "grok1", "deepseek",
 ]  # fmt: skip
 # Trained tensors, and served weights: see config/native/number_formats.py.
-Fp8Recipe = Literal["tensorwise_delayed", "tensorwise_current", "tensorwise", "channelwise", "blockwise"]
+Fp8Recipe = Literal["tensorwise_delayed", "tensorwise_current", "rowwise", "tensorwise", "channelwise", "blockwise"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
 NSIGHT_VARIABLE = "LLMB_NSIGHT"  # set for ranks that run under Nsight Systems; they start and stop its capture range
 STATUSES: tuple[Status, ...] = ("ok", "failed", "oom", "timeout", "incomplete", "diverged")

@@ -22,6 +22,7 @@ from llmb.models.chunked_loss import chunked_cross_entropy
 from llmb.models.hf_layout import HfLayout
 from llmb.models.moe import collect_aux_losses
 from llmb.ops.quant.delayed_scaling import Scaling
+from llmb.ops.quant.vector_scaling import VectorScaling
 
 INIT_STD = 0.02
 # Fields of spec.Model that only dense decoders with grouped-query attention have.
@@ -97,7 +98,7 @@ class Decoder(nn.Module):
         self.cross_entropy: Callable[..., Tensor] = chunked_cross_entropy
         self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = attach_aux_loss
         self.loss_weight = 1.0
-        self.fp8_scaling: Scaling | None = None  # of all fp8 tensors of `layers` with one scale
+        self.fp8_scaling: Scaling | VectorScaling | None = None  # of all fp8 tensors of `layers` outside of experts
 
     def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         """Return the logits [B, T, V] of tokens [B, T]; with labels the mean loss, without materializing all logits.

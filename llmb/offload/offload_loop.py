@@ -121,7 +121,7 @@ def load_weights(trainer: Trainer, resumed: ResumePoint | None, folder: str | No
     finally:  # a damaged file explains any other error
         if (damage := checking.damage()) is not None:
             raise damaged_error(path, damage)
-    if trainer.plan.dtype == "fp8" and scales is None:
+    if trainer.scales is not None and scales is None:
         print(f"scales: none in {path}, measured anew", flush=True)
     trainer.resume(resumed.step, scales)
 

@@ -17,9 +17,9 @@ from llmb.config.llama_layer_shapes import aligned, has_llama_layers, layer_weig
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
 from llmb.models.autograd_layer import AutogradLayer
-from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, Fp8ModelWeights, PassName
-from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.fp8_layer_weights import PassName, QuantizedLayerWeights
 from llmb.models.llama_layer.layer import LlamaLayer
+from llmb.models.llama_layer.layer_recipes import DEFAULT, LAYER_RECIPES, Fp8ModelWeights
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.models.llama_layer.lora_linears import LoraLinears
@@ -106,10 +106,11 @@ class TaskRunner:
         self.rope_rows, self.seed = rope_rows, seed
         self.buckets, self.dtypes = ParamBuckets(model), offload_dtypes(plan)
         self.weight_names = [*layer_weight_shapes(model)]
-        self.fp8 = Fp8ModelWeights(model, arena.device) if plan.dtype == "fp8" else None
+        recipe = plan.fp8_recipe or DEFAULT
+        self.fp8 = Fp8ModelWeights(model, arena.device, recipe) if plan.dtype == "fp8" else None
         self.adapters = AdapterState(model, plan, arena.buffer("adapters", 0)) if plan.lora is not None else None
         self.widened = WidenedWeights(model, self.dtypes.activation, arena.device) if plan.widens_weights else None
-        linears: Any = PlainLinears if self.fp8 is None else Fp8Linears
+        linears: Any = PlainLinears if self.fp8 is None else LAYER_RECIPES[recipe].linears
         linears = linears if self.adapters is None else LoraLinears
         self.layers: dict[str, LlamaLayer[Any]] = {}  # by letter of the attention pattern; or else
         self.autograd_layers: dict[str, AutogradLayer] = {}
@@ -286,7 +287,7 @@ class TaskRunner:
             ),
         )
 
-    def _weights(self, operation: Operation, pass_name: PassName) -> LayerWeights | Fp8LayerWeights:
+    def _weights(self, operation: Operation, pass_name: PassName) -> LayerWeights | QuantizedLayerWeights[Any]:
         """Return the weights of a layer, as its linear layers take them."""
         layer = operation.task.layer
         weights = self._layer_weights(self._params(operation, range(layer, layer + 1))[0])

@@ -204,8 +204,8 @@ class Trainer:
 
     @property
     def scales(self) -> dict[str, Tensor] | None:
-        """State of the fp8 scales; none in other dtypes. The device must be idle."""
-        return None if self.runner.fp8 is None else self.runner.fp8.scales.state_dict()
+        """State of the fp8 scales; none in other dtypes, and of recipes that keep none. The device must be idle."""
+        return None if self.runner.fp8 is None else self.runner.fp8.scales.state_dict() or None
 
     @property
     def buckets(self) -> range:

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.perfmodel.expert_capacity import dispatched_rows
-from llmb.perfmodel.params import BYTES, FP8_ALIGNMENT
+from llmb.perfmodel.params import BYTES, FP8_ALIGNMENT, FP8_BLOCK
 from llmb.perfmodel.shards import Weight, has_explicit_layers, layer_blocks, layer_weights, weight_buckets
 
 CHUNK_TOKENS = 8192  # of the chunked loss: the full logits never exist
@@ -45,9 +45,16 @@ class ActivationSizes:
         """Return whether the GEMMs of the layers are fp8."""
         return self.config.precision.dtype == "fp8"
 
+    @property
+    def has_many_scales(self) -> bool:
+        """Return whether the fp8 operands of explicit layers have a scale per row or per 128 values."""
+        return self.is_fp8 and self.config.precision.fp8_recipe in ("rowwise", "blockwise")
+
     @cached_property
     def gemm_bytes(self) -> float:
-        """Bytes per saved value of a GEMM's input."""
+        """Bytes per saved value of a GEMM's input; with a scale per 128 values these count, too."""
+        if self.is_fp8 and self.config.precision.fp8_recipe == "blockwise":
+            return BYTES["fp8"] + BYTES["fp32"] / FP8_BLOCK
         return BYTES["fp8"] if self.is_fp8 else self.value_bytes
 
     @cached_property
@@ -213,6 +220,8 @@ class ActivationSizes:
         hidden, width, kv_width, ffn = self.model.hidden, *self._local_widths
         is_fp8, is_tp = self.gemm_bytes != self.value_bytes, self.parallel.tp > 1
         gathered = self.tokens * hidden * self.value_bytes * is_tp
+        if self.has_many_scales:
+            return self.residual + gathered + self._many_scales_working(layer, forward)
         if forward:
             return self.residual + self.tokens * ffn * self.gemm_bytes + gathered
         if is_fp8:
@@ -223,6 +232,19 @@ class ActivationSizes:
         if self.parallel.cp > 1:
             attention += self.tokens * (width + 4 * kv_width) + 4 * all_tokens * kv_width
         return self.residual + max(self.tokens * ffn * self.value_bytes + gathered, attention * self.value_bytes)
+
+    def _many_scales_working(self, layer: int, forward: bool) -> float:
+        """Operands in bf16 before they are quantized, or both layouts of gradients; what a gradient is added from."""
+        hidden, _, _, ffn = self.model.hidden, *self._local_widths
+        if forward:
+            return self.tokens * ffn * (self.value_bytes + self.gemm_bytes)
+        is_gathered = self.is_gathered(layer)  # then gradients are reduced after each micro-batch, not added to
+        down = hidden * ffn * BYTES["fp8"] if is_gathered else 0.0
+        added = hidden * ffn * BYTES[self.work.gradients] if self.work.ga > 1 and not is_gathered else 0.0
+        at_down, at_gate_up = 5 * ffn + 2 * hidden, 4 * ffn + hidden
+        return down + max(
+            self.tokens * at_down * self.gemm_bytes + added, self.tokens * at_gate_up * self.gemm_bytes + 2 * added
+        )
 
     def is_gathered(self, layer: int) -> bool:
         """Return whether matrices of a layer are gathered for each pass."""

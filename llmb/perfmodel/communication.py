@@ -86,13 +86,15 @@ def _add_explicit_layer(counter: _TrafficCounter, config: RunConfig, recomputed:
     """Add the collectives of a Llama layer.
 
     Gathered are the normed inputs of attention and MLP, in backward the gradients of their outputs, and the inputs
-    again unless they were saved: all of them as GEMMs take them, in fp8 one byte per value. Keys and values are never
-    gathered again.
+    again unless they were saved: all of them as GEMMs take them, in fp8 one byte per value. With many scales per tensor
+    what is reduced over tokens is gathered in bf16. Keys and values are never gathered again.
     """
     sizes = ActivationSizes(config)
     work, values, value_bytes = sizes.work, sizes.tokens * config.model.hidden, sizes.value_bytes
     gathers = 6 + 2 * recomputed if recomputed or not work.save_norm_outputs else 4
-    counter.add(ALL_GATHER, "tp", work.ga * gathers, values * sizes.gemm_bytes)
+    unquantized = 4 if sizes.has_many_scales else 0
+    counter.add(ALL_GATHER, "tp", work.ga * (gathers - unquantized), values * sizes.gemm_bytes)
+    counter.add(ALL_GATHER, "tp", work.ga * unquantized, values * value_bytes)
     repeated = (1 + config.model.post_norms) if recomputed else 0  # the MLP's output only for its post-norm
     counter.add(REDUCE_SCATTER, "tp", work.ga * (4 + repeated), values * value_bytes)
     size = work.mbs * work.seqlen * _kv_width(config.model) / config.parallel.tp * value_bytes

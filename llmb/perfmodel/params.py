@@ -11,6 +11,7 @@ from llmb.perfmodel.block_costs import attended_tokens, block_stack
 # Bytes per value. nvfp4: 4 bits and one 8-bit scale for every 16 values; mxfp4: for every 32.
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125}
 FP8_ALIGNMENT = 16  # fp8 GEMMs need a K dimension that is a multiple of this
+FP8_BLOCK = 128  # values along K that share a scale in the recipe blockwise
 
 
 def parameter_breakdown(model: Model) -> dict[str, int]:
@@ -100,7 +101,7 @@ def dense_bytes_per_value(dtype: str) -> float:
     return bytes_per_value("bf16" if dtype == "mxfp4" else dtype)
 
 
-def unaligned_fp8_widths(model: Model) -> dict[str, int]:
+def unaligned_fp8_widths(model: Model, multiple: int = FP8_ALIGNMENT) -> dict[str, int]:
     """Return the K dimensions of a dense Llama layer that fp8 GEMMs do not support, by name."""
     widths = {
         "hidden": model.hidden,
@@ -108,4 +109,4 @@ def unaligned_fp8_widths(model: Model) -> dict[str, int]:
         "heads * head_dim": model.heads * model.head_dim,
         "kv_heads * head_dim": model.kv_heads * model.head_dim,
     }
-    return {name: width for name, width in widths.items() if width % FP8_ALIGNMENT}
+    return {name: width for name, width in widths.items() if width % multiple}

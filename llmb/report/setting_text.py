@@ -20,6 +20,7 @@ COMPUTED = {"plan", "prediction"}  # shown as tables of their own
 FP8_SCALES = {
     "tensorwise_delayed": "one scale per tensor, by the amax of earlier steps",
     "tensorwise_current": "one scale per tensor, by its own amax",
+    "rowwise": "one scale per row of each operand along the sum, by its own amax",
     "tensorwise": "one scale per weight",
     "channelwise": "one scale per output channel and per token",
     "blockwise": "one scale per 128 x 128 weights and per 128 values of a token",

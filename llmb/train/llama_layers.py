@@ -1,7 +1,7 @@
 """Llama layers as one autograd node each (`llmb/models/llama_layer`): on one rank or many, in any precision.
 
     use_explicit_layers(model_part, dtype, workload, tp, cp)    # a pass over the plain model
-    init_fp8_scaling(model_part, new_scaling)                   # in fp8
+    init_fp8_scaling(model_part, device, reductions)            # in fp8
     begin_step(model_part)                                      # updates the scales
 
 A layer saves its input, q, k, v, the attention output, the residual after it, gate and up, what post-norms take, and
@@ -10,7 +10,6 @@ attention, which is the most expensive part and never recomputed. Weight gradien
 merged GEMMs, so autograd only gets the gradient of the residual.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,14 +22,13 @@ from llmb.config.spec import Training
 from llmb.models.architectures import Network
 from llmb.models.blocks import RMSNorm
 from llmb.models.llama import LlamaDecoderLayer
-from llmb.models.llama_layer.fp8_layer_weights import Fp8Buffers, Fp8LayerWeights, scale_dtypes
-from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.fp8_layer_weights import QuantizedLayerWeights
 from llmb.models.llama_layer.layer import LlamaLayer
+from llmb.models.llama_layer.layer_recipes import DEFAULT, LAYER_RECIPES, LayerRecipe
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.ops.attention.segment_attention import chunk_segments
 from llmb.ops.gemm.weight_gradient import existing_gradient
-from llmb.ops.quant.delayed_scaling import Scaling
 from llmb.perfmodel.params import unaligned_fp8_widths
 from llmb.train.module_class import use_class
 from llmb.train.parallel.bucket import merged_view
@@ -48,12 +46,12 @@ class ExplicitLayer(LlamaDecoderLayer):
     mlp_norm: RMSNorm
     index: int  # in the whole model
     block: LlamaLayer[Any]
-    fp8: bool
+    fp8: LayerRecipe | None
     saves_norm_outputs: bool  # and that of the activation
     recomputed = False
-    scales: Scaling | None = None
-    weights_stay = True  # between passes of a step; see Fp8LayerWeights
-    fp8_weights: Fp8LayerWeights | None = None  # of weights that stay
+    scales: Any = None  # as the recipe takes them
+    weights_stay = True  # between passes of a step; see QuantizedLayerWeights
+    fp8_weights: QuantizedLayerWeights[Any] | None = None  # of weights that stay
     is_quantized = False  # in this step
 
     @property
@@ -90,9 +88,9 @@ class ExplicitLayer(LlamaDecoderLayer):
         matrices = [merged_view([linear.weight.detach() for linear in linears]) for linears in self.matrices]
         return LayerWeights(*matrices, **{name: _merge(vectors) for name, vectors in self.vectors.items()})
 
-    def pass_weights(self) -> LayerWeights | Fp8LayerWeights:
+    def pass_weights(self) -> LayerWeights | QuantizedLayerWeights[Any]:
         """Return the weights of one pass, as the block's linears take them."""
-        if not self.fp8:
+        if self.fp8 is None:
             return self.weights()
         if not self.weights_stay:
             return self._new_fp8_weights()
@@ -108,14 +106,17 @@ class ExplicitLayer(LlamaDecoderLayer):
             return
         self.is_quantized = True
         if self.fp8_weights is None:
+            assert self.fp8 is not None
             weights = self.weights()
-            buffers = Fp8Buffers.empty((matrix.shape for matrix in weights.matrices), weights.norm1_C.device)
+            shapes = (matrix.shape for matrix in weights.matrices)
+            buffers = self.fp8.weights.empty_buffers(shapes, weights.norm1_C.device, self.scales)
             self.fp8_weights = self._new_fp8_weights(buffers)
         self.fp8_weights.quantize()
 
-    def _new_fp8_weights(self, buffers: Fp8Buffers | None = None) -> Fp8LayerWeights:
+    def _new_fp8_weights(self, buffers: Any = None) -> QuantizedLayerWeights[Any]:
+        assert self.fp8 is not None
         assert self.scales is not None, "init_fp8_scaling sets scales"
-        return Fp8LayerWeights(self.index, self.weights(), self.scales, buffers)
+        return self.fp8.weights(self.index, self.weights(), self.scales, buffers)
 
     def gradients(self) -> tuple[LayerWeights, bool]:
         """Return the gradients, allocated if necessary, and whether there are values to accumulate to.
@@ -215,15 +216,19 @@ def use_explicit_layers(
     workload: Training,
     tp: SequenceParallel | None = None,
     cp: ContextParallel | None = None,
+    recipe: str | None = None,
 ) -> None:
-    """Let every layer compute with an ExplicitLayer, in bf16 where this rank's widths are not supported by fp8."""
+    """Let every layer compute with an ExplicitLayer, in bf16 where this rank's widths are not supported by fp8.
+
+    `recipe` names that of an fp8 run.
+    """
     model, ranks = model_part.model, 1 if tp is None else tp.ranks
     shard = replace(
         model, heads=model.heads // ranks, kv_heads=model.kv_heads // ranks, ffn=model.ffn // ranks,
         embedding_scale=1.0, logit_scale=1.0, logit_softcap=None,  # which are outside of layers
     )  # fmt: skip
-    fp8 = dtype == "fp8" and not unaligned_fp8_widths(shard)
-    linears = partial(Fp8Linears, fp8_fast_accum=workload.fp8_fast_accum) if fp8 else PlainLinears
+    fp8 = LAYER_RECIPES[recipe or DEFAULT] if dtype == "fp8" and not unaligned_fp8_widths(shard) else None
+    linears: Any = PlainLinears if fp8 is None else partial(fp8.linears, fp8_fast_accum=workload.fp8_fast_accum)
     blocks: dict[str, LlamaLayer[Any]] = {
         kind: LlamaLayer(shard, linears, tp=tp, cp=cp, kind=kind) for kind in set(model.attention_pattern)
     }
@@ -233,11 +238,12 @@ def use_explicit_layers(
         use_class(module, ExplicitLayer, **settings)
 
 
-def init_fp8_scaling(model_part: Network, new_scaling: Callable[[dict[str, torch.dtype]], Scaling]) -> None:
-    """Give fp8 layers their scales."""
-    layers = [layer for layer in explicit_layers(model_part) if layer.fp8]
-    if layers:
-        model_part.fp8_scaling = new_scaling(scale_dtypes(layer.index for layer in layers))
+def init_fp8_scaling(model_part: Network, device: torch.device, reductions: Any = None) -> None:
+    """Give fp8 layers their scales; `reductions` are those of the recipe, over ranks that share tensors."""
+    layers = [layer for layer in explicit_layers(model_part) if layer.fp8 is not None]
+    if layers and layers[0].fp8 is not None:
+        indices = [layer.index for layer in layers]
+        model_part.fp8_scaling = layers[0].fp8.new_scaling(indices, device, reductions)
     for layer in layers:
         layer.scales = model_part.fp8_scaling
 
@@ -253,7 +259,7 @@ def begin_step(model_part: Network) -> None:
 def quantize_weights(model_part: Network) -> None:
     """Quantize weights that stay: before a CUDA graph, which would repeat it for each micro-batch."""
     for layer in explicit_layers(model_part):
-        if layer.fp8 and layer.weights_stay:
+        if layer.fp8 is not None and layer.weights_stay:
             layer.quantize()
 
 

@@ -124,7 +124,7 @@ def apply_passes(model_part: Network, config: RunConfig, workload: Training, mes
     if has_explicit_layers(config):
         tp = SequenceParallel(mesh.submesh("tp").get_group(), workload.mbs) if mesh.size("tp") > 1 else None
         cp = ContextParallel(mesh.submesh("cp")) if mesh.size("cp") > 1 else None
-        use_explicit_layers(model_part, config.precision.dtype, workload, tp, cp)
+        use_explicit_layers(model_part, config.precision.dtype, workload, tp, cp, fp8_recipe(config))
     apply_precision(model_part, config, workload, mesh)
     apply_context_parallel(model_part, mesh)
     apply_expert_parallel(model_part, mesh, initial_capacity_factor(workload))
@@ -139,12 +139,13 @@ def apply_precision(model_part: Network, config: RunConfig, workload: Training, 
     """Let what has no explicit forward and backward compute in the dtype of the run, and scale what is in fp8."""
     recipe, fp8_experts = fp8_recipe(config), workload.fp8_experts is not False
     if recipe is not None:
-        check_fp8_device(model_part, mesh.device, fp8_experts)
-        new_scaling = partial(SCALINGS[recipe], device=mesh.device, reduce_max=amax_reduction(mesh, recipe))
+        check_fp8_device(model_part, mesh.device, fp8_experts, recipe)
+        reductions = amax_reduction(mesh, recipe)
         if not has_explicit_layers(config):
+            new_scaling = partial(SCALINGS[recipe], device=mesh.device, reduce_max=reductions)
             compute_in_fp8(model_part, new_scaling, workload.fp8_fast_accum, fp8_experts)
             return
-        init_fp8_scaling(model_part, new_scaling)
+        init_fp8_scaling(model_part, mesh.device, reductions)
     if config.precision.dtype != "fp32":
         compute_in_bf16(model_part)
 

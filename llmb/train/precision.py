@@ -17,10 +17,12 @@ a forward pass reads anew each time: between two, they may be sharded or move.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network
@@ -35,6 +37,7 @@ from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm
 from llmb.ops.quant.delayed_scaling import ReduceMax, Scaling
 from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
 from llmb.ops.quant.group_quant import Fp8WeightCache
+from llmb.ops.quant.vector_scaling import VECTOR_SCALINGS, RankReductions
 from llmb.train.module_class import use_class
 from llmb.train.parallel.bucket import BucketParameter
 from llmb.train.parallel.mesh import Mesh
@@ -160,15 +163,21 @@ def _input_owner(path: str, paths: Iterable[str]) -> str:
     return next(owner for owner in (f"{block}.{member}" for member in group) if owner in paths)
 
 
-def amax_reduction(mesh: Mesh, recipe: str) -> ReduceMax | None:
-    """Return how the amaxes of a pipeline stage are reduced over ranks; None: this rank has all tensors whole.
+def amax_reduction(mesh: Mesh, recipe: str) -> Any:
+    """Return how a recipe reduces the amaxes of a pipeline stage over ranks; None: this rank has all tensors whole.
 
     Delayed scales are those of all tokens of a step. Current ones are those of a micro-batch, which is on the ranks of
-    cp and tp.
+    cp and tp. Of many scales per tensor, those of a token are shared by the ranks of tp, which divide channels, and
+    those of a channel by the ranks of cp, which divide tokens.
     """
     if mesh.dense is None or mesh.stage is None:
         return None
-    meshes = [mesh.stage] if recipe == "tensorwise_delayed" else [mesh.submesh("cp"), mesh.submesh("tp")]
+    if recipe in VECTOR_SCALINGS:
+        return RankReductions(*(_max_over([mesh.submesh(name)]) for name in ("tp", "cp")))
+    return _max_over([mesh.stage] if recipe == "tensorwise_delayed" else [mesh.submesh("cp"), mesh.submesh("tp")])
+
+
+def _max_over(meshes: Iterable[DeviceMesh]) -> ReduceMax | None:
     groups = [each.get_group() for each in meshes if each.size() > 1]
     return partial(_all_reduce_max, groups) if groups else None
 
@@ -178,12 +187,19 @@ def _all_reduce_max(groups: Iterable[dist.ProcessGroup], tensor: Tensor) -> None
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
 
 
-def check_fp8_device(network: Network, device: torch.device, fp8_experts: bool = True) -> None:
+def check_fp8_device(
+    network: Network, device: torch.device, fp8_experts: bool = True, recipe: str | None = None
+) -> None:
     """Raise a ConfigError if a GPU has no fp8 GEMMs that the network needs."""
     if device.type != "cuda":
         return
     check_dtypes(device, dtype="fp8")
     gpu = capabilities(device)
+    if recipe == "blockwise" and not gpu.supports("fp8_block_gemm"):
+        raise ConfigError(
+            "fp8_recipe=blockwise needs a GPU of compute capability 9.0 (Hopper) and CUDA 12.9 or later, here are "
+            f"{'.'.join(map(str, gpu.compute or ()))} and {'.'.join(map(str, gpu.cuda))}; choose rowwise"
+        )
     has_experts = any(isinstance(module, GroupedLinear) for module in network.modules())
     if fp8_experts and has_experts and not gpu.has("fp8_grouped_gemm"):
         raise ConfigError(

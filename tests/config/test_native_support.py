@@ -16,6 +16,7 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
+from llmb.perfmodel.explain.run_prediction import predict_run
 
 SERVING = "cuda_graphs=false instead of the recipe's true (native engine: CUDA graphs of serving do not capture "
 BATCH = "max_batch_size=3334 instead of the recipe's 3328 (native engine: a last wave of 48 of 30000 requests would "
@@ -234,17 +235,62 @@ def test_block_scales_of_widths_without_whole_blocks_are_refused(recipes):
         supported_serving(blockwise)
 
 
-def test_out_of_core_training_has_delayed_scaling_only(recipes):
+def test_out_of_core_training_keeps_no_current_scaling(recipes):
     settings = (Setting(field="fp8_recipe", value="tensorwise_current", source="--set"),)
     request = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200", force=True, settings=settings)
-    with pytest.raises(ConfigError, match=r"fp8_recipe of outofcore: 'tensorwise_current'.*: tensorwise_delayed$"):
+    choices = "tensorwise_delayed, rowwise, blockwise"
+    with pytest.raises(ConfigError, match=rf"fp8_recipe of outofcore: 'tensorwise_current'.*: {choices}$"):
         resolve(recipes["outofcore_llama3"], request)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_recipes_with_many_scales_run_at_every_scale(recipes, recipe):
+    assert llama(recipes, "h200", 1, fp8_recipe=recipe).precision.fp8_recipe == recipe
+    assert llama(recipes, "h100", 8, fp8_recipe=recipe).precision.fp8_recipe == recipe
+    settings = (Setting(field="fp8_recipe", value=recipe, source="--set"),)
+    small = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="cpu", proxy="small", settings=settings)
+    check_engine_support(resolve(recipes["pretrain_llama3.1"], small))  # whose proxy is wide enough
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_predictions_say_whose_gemm_rates_they_use(recipes, recipe):
+    one_scale, many = (
+        predict_run(llama(recipes, "h200", 1, fp8_recipe=name)) for name in ("tensorwise_delayed", recipe)
+    )
+    assert many.source == f"{one_scale.source}, GEMM rates of one fp8 scale per tensor (none measured)"
+    assert many.terms["gemm"] == pytest.approx(one_scale.terms["gemm"], rel=0.01)
+    assert many.terms["quantization"] > one_scale.terms["quantization"]
+    widths = [prediction.interval_80[1] / prediction.value for prediction in (one_scale, many)]
+    assert widths[1] > widths[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "settings", "message"),
+    [
+        ("gb200", 16, {"fp8_recipe": "blockwise"}, "on Hopper only, not on NVIDIA GB200; choose rowwise"),
+        ("h200", 1, {"fp8_recipe": "blockwise", "fp8_fast_accum": "true"}, "fp8_fast_accum=true has no effect with"),
+        ("h200", 1, {"fp8_recipe": "blockwise", "model.ffn": "1040"}, "ffn is 1040; choose rowwise or tensorwise_del"),
+        ("h200", 1, {"fp8_recipe": "rowwise", "model.ffn": "1000"}, "multiples of 16: .* ffn is 1000; choose tensorw"),
+        ("h100", 8, {"fp8_recipe": "blockwise", "cp": "2", "seqlen": "4224"},
+         "cp=2 takes sequences in multiples of 512 tokens, .* got seqlen=4224"),
+    ],
+)  # fmt: skip
+def test_shapes_that_many_scales_do_not_fit_are_named(recipes, gpu, gpus, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        llama(recipes, gpu, gpus, **settings)
+
+
+def test_models_without_explicit_layers_have_one_scale_per_tensor(recipes):
+    settings = (Setting(field="fp8_recipe", value="rowwise", source="--set"),)
+    request = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200", settings=settings)
+    with pytest.raises(ConfigError, match=r"fp8_recipe=rowwise is one of layers with explicit backward, which Nemo"):
+        resolve(recipes["pretrain_nemotronh"], request)
 
 
 def test_rank_refuses_a_recipe_of_another_kind_of_run(recipes):
     config = llama(recipes, "h200", 1)
-    other = replace(config, precision=replace(config.precision, fp8_recipe="blockwise"))
-    with pytest.raises(ConfigError, match=r"fp8_recipe of training: 'blockwise'; choices are: tensorwise_delayed, "):
+    other = replace(config, precision=replace(config.precision, fp8_recipe="channelwise"))
+    with pytest.raises(ConfigError, match=r"fp8_recipe of training: 'channelwise'; choices are: tensorwise_delayed, "):
         check_engine_support(other)
 
 

@@ -152,9 +152,10 @@ def test_changed_setting_drops_the_reference_but_more_steps_keep_it():
         ({"settings": overrides(fp8_scaling="current")}, "(did you mean fp8_recipe?)"),
         (
             {"settings": overrides(fp8_recipe="current")},
-            "unknown fp8_recipe of training: 'current' choices are: tensorwise_delayed, tensorwise_current",
+            "unknown fp8_recipe of training: 'current' choices are: tensorwise_delayed, tensorwise_current, rowwise, "
+            "blockwise",
         ),
-        ({"settings": overrides(fp8_recipe="blockwise")}, "choices are: tensorwise_delayed, tensorwise_current"),
+        ({"settings": overrides(fp8_recipe="channelwise")}, "choices are: tensorwise_delayed, tensorwise_current"),
         ({"settings": overrides(**{"model.attention_cap": "30"})}, "(did you mean attn_logit_softcap?)"),
     ],
 )

@@ -120,8 +120,10 @@ def test_renamed_fields_exist_under_their_new_names():
 def test_config_json_with_old_names_opens(recipes, tmp_path, workload, size, old_names):
     dtype = "fp8" if recipes[workload].kind != "outofcore" else "bf16"
     config = resolve(recipes[workload], RunRequest(size=size, dtype=dtype, gpus=1, gpu=None, proxy="small"))
-    path = tmp_path / "config.json"
-    path.write_text(with_old_names(to_json(config)))
+    path, plain = tmp_path / "config.json", to_plain(config)
+    if plain["workload"].get("plan") is not None:
+        del plain["workload"]["plan"]["fp8_recipe"]  # newer than the old names
+    path.write_text(with_old_names(json.dumps(plain)))
     assert all(f'"{name}":' in path.read_text() for name in old_names)
     assert build(RunConfig, read_json(path)) == config
 

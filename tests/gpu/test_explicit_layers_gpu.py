@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_checks import GPU, NEEDS_GPU, relative_error
+from cuda_checks import GPU, HOPPER, NEEDS_GPU, relative_error
 from small_models import llama_model
 from torch import Tensor
 from training_run import losses_and_norms, run_config, train_to_the_end
@@ -100,6 +100,15 @@ def test_gradients_are_as_close_to_fp32_as_those_of_plain_layers(
     dtype, plain = plain_run
     explicit = losses_and_gradients(build(config_of(dtype, recompute_layers=recompute_layers)))
     assert_as_close(dtype, explicit, plain, exact)
+
+
+@HOPPER
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_gradients_of_recipes_with_many_scales_are_as_close(recipe: str, exact: LossesAndGradients) -> None:
+    """Gradients in e4m3 are rounded less than those in e5m2."""
+    config = config_of("fp8")
+    config = replace(config, precision=replace(config.precision, fp8_recipe=recipe))
+    assert_as_close("fp8", losses_and_gradients(build(config)), losses_and_gradients(plain_network("fp8")), exact)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from llmb.errors import ConfigError
 from llmb.models.llama_layer import fp8_layer_weights as fp8_weights_module
-from llmb.models.llama_layer.fp8_layer_weights import MATRICES, Fp8LayerWeights, Fp8ModelWeights
+from llmb.models.llama_layer.fp8_layer_weights import MATRICES, Fp8LayerWeights
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.layer_recipes import LAYER_RECIPES, Fp8ModelWeights
 from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.offload.buffer_views import layer_weights_view
+from llmb.ops.gemm.scaled_matmul import scaled_matmul
+from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.vector_scaling import VECTOR_SCALINGS
 from llmb.perfmodel.offload.buffers import ParamBuckets
 
 CPU = torch.device("cpu")
@@ -104,6 +108,47 @@ def test_unsupported_widths_are_named() -> None:
         ConfigError, match=r"multiples of 16: of small ffn is 40, kv_heads \* head_dim is 8; use dtype=bf16"
     ):
         Fp8ModelWeights(replace(MODEL, ffn=40, kv_heads=1), CPU)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_linears_with_many_scales_are_those_of_dequantized_operands(recipe: str) -> None:
+    """Forward, and all gradients of the down projection, of operands that were rounded beforehand."""
+    tokens, model = 40, llama_model(hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=64)
+    numbers = 0.2 * torch.randn(ParamBuckets(model).bucket_numel, generator=torch.Generator().manual_seed(5))
+    weights = layer_weights_view(numbers.to(BF16), model)
+    layer = Fp8ModelWeights(model, CPU, recipe).layer(0, "backward", weights)
+    linears = LAYER_RECIPES[recipe].linears(model, layer)
+
+    def rounded(x: Tensor, weight: bool = False) -> tuple[Tensor, Tensor]:
+        """Rows, and columns transposed."""
+        scales = VECTOR_SCALINGS[recipe]()
+        out = scales.empty(*x.shape, CPU, rows=True, columns=True, weight=weight)
+        scales.quantize_(x, out, weight=weight)
+        unit = torch.eye(x.shape[1]), torch.eye(out.columns.shape[1])
+        rows, columns = (
+            scaled_matmul(operand, (eye.to(E4M3), group_ones(recipe, len(eye))), torch.empty(len(operand[0]), len(eye)))
+            for operand, eye in zip(((out.rows, out.row_scales), (out.columns, out.column_scales)), unit, strict=True)
+        )
+        return rows, columns.T[: len(x)]
+
+    attn, residual = randn(tokens, 256, seed=3), randn(tokens, 128, seed=4)
+    out = torch.empty(tokens, 128, dtype=BF16)
+    linears.o_proj(attn, residual, out, None)
+    weight = rounded(weights.wo_CA, weight=True)
+    expected = (rounded(attn)[0] @ weight[0].T).to(BF16) + residual
+    assert relative_error(out, expected) < 0.002
+    grads = layer_weights_view(torch.zeros(ParamBuckets(model).bucket_numel), model)
+    dx, saved = torch.empty(tokens, 256, dtype=BF16), SavedActivations(attn, residual, attn)
+    for count, accumulate in ((1, False), (2, True)):
+        linears.o_proj_backward(grads, accumulate, attn, saved, residual, dx)
+        dy = rounded(residual)
+        assert relative_error(dx, dy[0] @ weight[1]) < 0.002
+        assert relative_error(grads.wo_CA, count * (dy[1].T @ rounded(attn)[1])) < 1e-5
+
+
+def group_ones(recipe: str, n: int) -> Tensor:
+    """Scales of an identity matrix that is quantized as it is."""
+    return torch.ones(n, 1) if recipe == "rowwise" else torch.ones(n // 128, n).T
 
 
 @pytest.mark.parametrize("tokens", [16, 21])

@@ -12,8 +12,10 @@ from fake_nvml import FakeNvml
 from reference_training import LEAST, TIED, UNTIED, older_version
 from small_models import qwen3_moe_model
 
+from llmb.config.native.outofcore_support import supported_outofcore
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, RunConfig
+from llmb.errors import ConfigError
 from llmb.events import GpuSample, RunEnded, RunStarted, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
@@ -167,6 +169,26 @@ def test_a_checkpoint_without_scales_is_named_in_the_log(tmp_path: Path, capsys:
     assert losses(second) != losses(whole)[2:]
     assert losses(second) == pytest.approx(losses(whole)[2:], rel=0.02)  # measured anew: not the same bits, but close
     assert f"scales: none in {created}, measured anew\n" in capsys.readouterr().out
+
+
+def test_a_plan_for_another_fp8_recipe_is_refused() -> None:
+    work = with_work(plan=replace(PLAN, dtype="fp8", fp8_recipe="rowwise"))
+    supported_outofcore(replace(work, precision=Precision(dtype="fp8", fp8_recipe="rowwise")))
+    with pytest.raises(ConfigError, match="fp8_recipe=tensorwise_delayed, but its plan is for rowwise"):
+        supported_outofcore(replace(work, precision=Precision(dtype="fp8")))
+
+
+@pytest.mark.slow
+def test_resumed_run_with_many_scales_continues_with_the_same_bits(tmp_path: Path) -> None:
+    """There are no scales to save."""
+    work = with_work(plan=replace(PLAN, dtype="fp8", fp8_recipe="rowwise"), checkpoint_every=2)
+    config = replace(work, precision=Precision(dtype="fp8", fp8_recipe="rowwise"))
+    whole, _ = run_in(tmp_path / "whole", config)
+    run_in(tmp_path, replace(config, workload=replace(config.workload, steps=2)))
+    resumed = replace(config, workload=replace(config.workload, resume=str(tmp_path)))
+    second, code = run_in(tmp_path / "second", resumed)
+    assert code == 0
+    assert losses(second) == losses(whole)[2:]
 
 
 def test_diverged_run_names_the_step(tmp_path: Path) -> None:

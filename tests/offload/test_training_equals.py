@@ -184,10 +184,10 @@ def test_named_parameters_are_those_of_the_network(model: Model) -> None:
 
 
 @pytest.mark.parametrize("model", [QWEN3_BIAS, GEMMA_2], ids=lambda model: model.name)
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_recomputation_with_biases_and_norms_gives_the_same_bits(dtype: str, model: Model) -> None:
+@pytest.mark.parametrize(("dtype", "recipe"), [("bf16", None), ("fp8", None), ("fp8", "rowwise")])
+def test_recomputation_with_biases_and_norms_gives_the_same_bits(dtype: str, recipe: str | None, model: Model) -> None:
     """Whatever is saved of a chunk, what norms take and give has the same values."""
-    plans = [replace(LEAST, dtype=dtype, chunk_tokens=4, levels=9 * level) for level in "FAI"]
+    plans = [replace(LEAST, dtype=dtype, fp8_recipe=recipe, chunk_tokens=4, levels=9 * level) for level in "FAI"]
     trainers = [trainer_of(model, plan) for plan in plans]
     losses = [trained(trainer, 2) for trainer in trainers]
     assert losses[1] == losses[2] == losses[0]
@@ -227,11 +227,17 @@ def test_bf16_follows_fp32(model: Model, levels: str, update: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [UNTIED, QWEN3_BIAS], ids=lambda model: model.name)
-def test_fp8_gemms_follow_fp32(model: Model) -> None:
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [(UNTIED, None), (QWEN3_BIAS, None), (UNTIED, "rowwise"),
+     (replace(UNTIED, name="wide", hidden=128, ffn=128, heads=4, kv_heads=4, head_dim=32), "blockwise")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_fp8_gemms_follow_fp32(model: Model, recipe: str | None) -> None:
     plan = replace(LEAST, seqlen=32, chunk_tokens=16, levels="FAIFAI")
     losses, _, _ = train_reference(model, plan, STEPS, None)
-    actual, _ = trained(trainer_of(model, replace(plan, dtype="fp8", update="stochastic")), STEPS)
+    fp8_plan = replace(plan, dtype="fp8", fp8_recipe=recipe, update="stochastic")
+    actual, _ = trained(trainer_of(model, fp8_plan), STEPS)
     assert actual == pytest.approx(losses, rel=0.03)
     assert actual != trained(trainer_of(model, replace(plan, dtype="bf16", update="stochastic")), STEPS)[0]
 

@@ -7,7 +7,7 @@ from llama_plans import LLAMA_8B, TINY, plan_of
 
 from llmb.perfmodel.flops import train_flops_per_sequence
 from llmb.perfmodel.offload.machine_rates import H200
-from llmb.perfmodel.offload.operand_bytes import operand_bytes
+from llmb.perfmodel.offload.operand_bytes import cast_bytes, operand_bytes
 from llmb.perfmodel.offload.step_tasks import round_chunks, step_start, step_tasks
 from llmb.perfmodel.offload.task_durations import TaskCost, TaskDurations
 
@@ -146,6 +146,19 @@ def test_fp8_reads_and_writes_by_hand():
     assert (sum(FP8_BACKWARD.values()), operand_bytes(LLAMA_8B, plan_of()).backward) == (333_824, 270_336)
     recompute = sum(FP8_FORWARD[item] for item in ("two norms", "attention cast")) + 3 * 4096 * 2 + 2 * 4096 * 2
     assert durations.recompute(chunk, "A").memory_bytes == 16384 * recompute
+
+
+@pytest.mark.parametrize(("recipe", "cast", "cast_both"), [("rowwise", 2 + 2 + 1, 2 + 2 + 2), ("blockwise", 3, 4)])
+def test_many_scales_read_and_write_by_hand(recipe, cast, cast_both):
+    """Norms and activation write bf16; rowwise reads it twice, once for the largest magnitudes."""
+    plan = plan_of(dtype="fp8", fp8_recipe=recipe)
+    operands, h, f, qkv = operand_bytes(LLAMA_8B, plan), 4096, 14336, 4096 + 2 * 1024
+    norms = 2 * (2 + 2 + cast) * h
+    assert operands.forward == norms + cast * h + (2 * 3 + cast) * f
+    assert operands.recompute == norms + cast * h
+    residuals, activation = 2 * cast_both * h, 2 * 6 * f + cast_both * 2 * f + cast * f
+    assert operands.backward == norms + 2 * 2 * 4 * h + cast * h + residuals + cast_both * qkv + activation
+    assert cast_bytes(plan) == cast
 
 
 def test_fp8_casts_weights_once_a_layer_direction_and_round():

@@ -70,6 +70,8 @@ def test_fp8_recipe_is_shown_as_used(show_settings):
          {"fp8_recipe": "tensorwise_current", "fp8_fast_accum": "true", "master_weights": "bf16"},
          "fp8 tensorwise current, fast accumulation in backward, bf16 master weights with stochastic rounding, "
          "gradients fp32, moments fp32"),
+        (("pretrain_llama3.1", "8b", "fp8"), {"fp8_recipe": "blockwise"},
+         "fp8 blockwise, fp32-equivalent master weights, gradients bf16, moments bf16"),
         (("pretrain_grok1", "314b", "fp8", 128, "gb200"), {},
          "fp8 tensorwise delayed, experts bf16, fp32-equivalent master weights, gradients fp32, moments fp32"),
         (("inference_llama3.1", "8b", "fp8"), {}, "fp8 channelwise, KV cache fp8"),

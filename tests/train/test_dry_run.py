@@ -95,6 +95,24 @@ def test_softcap_and_window_agree_with_estimates(dtype: str) -> None:
     check(changed, run_dry_run(changed))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "tp"),
+    [pytest.param("rowwise", 1, 1, marks=pytest.mark.nightly), ("blockwise", 1, 1),
+     *(pytest.param(recipe, gpus, tp, marks=pytest.mark.nightly) for recipe in ("rowwise", "blockwise")
+       for gpus, tp in ((8, 1), (8, 2)))],
+)  # fmt: skip
+def test_recipes_with_many_scales_agree_with_estimates(recipe: str, gpus: int, tp: int) -> None:
+    """Two layers, and with FSDP a micro-batch of one sequence."""
+    config = row("pretrain_llama3.1", "8b", "fp8", gpus, "h200" if gpus == 1 else "h100")
+    parallel = replace(config.parallel, tp=tp, dp=gpus // tp, fsdp=tp < gpus)
+    changed = replace(
+        config, model=replace(config.model, layers=2), precision=replace(config.precision, fp8_recipe=recipe),
+        parallel=parallel, workload=replace(config.workload, mbs=1, gbs=2 * parallel.dp, ga=2, recompute_layers=0),
+    )  # fmt: skip
+    check(changed, run_dry_run(changed))
+
+
 @pytest.mark.nightly
 def test_recomputed_and_offloaded_layers_agree_with_estimates() -> None:
     config = row("pretrain_llama3.1", "8b", "fp8", 8, "h100")

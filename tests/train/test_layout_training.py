@@ -19,6 +19,7 @@ MODELS = SMALL_MODELS | {
     "tied llama": replace(SMALL_MODELS["llama"], tied_embeddings=True),
     "four kv heads": replace(SMALL_MODELS["llama"], kv_heads=4),
     "five layers": replace(SMALL_MODELS["llama"], layers=5),
+    "blocks": replace(SMALL_MODELS["llama"], hidden=128, ffn=256, heads=4, kv_heads=4, head_dim=64),
 }
 # In fp32 only the order of sums differs. In bf16 each rank rounds its partial output of a block; in fp8 some scales are
 # those of a rank. Adam takes full steps even for gradients that are mostly rounding error.
@@ -45,6 +46,8 @@ CASES: list[Case] = [
     ("nemotron_h", {"tp": 2, "dtype": "bf16"}),
     ("nemotron_h", {"tp": 2, "dtype": "fp8"}),
     ("llama", {"cp": 2}),  # GQA
+    ("llama", {"pp": 2, "dtype": "fp8", "fp8_recipe": "rowwise"}),
+    ("blocks", {"dp": 2, "fsdp": True, "dtype": "fp8", "fp8_recipe": "blockwise"}),
     ("grok1", {"cp": 2}),  # logit softcap, and an auxiliary loss
     ("deepseek", {"cp": 2}),  # MLA
     *((name, {"pp": 2}) for name in ("llama", "grok1", "deepseek", "nemotron_h")),
@@ -57,6 +60,9 @@ CASES: list[Case] = [
     ("deepseek", {"pp": 2, "recompute_layers": 1, "offload_layers": 1}),
 ]
 NIGHTLY: list[Case] = [
+    *(("llama", {**layout, "dtype": "fp8", "fp8_recipe": "rowwise"})
+      for layout in ({"tp": 2}, {"cp": 2}, {"dp": 2, "fsdp": True}, {"tp": 2, "cp": 2})),
+    *(("blocks", {**layout, "dtype": "fp8", "fp8_recipe": "blockwise"}) for layout in ({"tp": 2}, {"pp": 2})),
     ("gpt_oss", {"cp": 2}),  # windows and sinks
     ("gpt_oss", {"dp": 2, "ep": 2, "fsdp": True}),
     ("gpt_oss", {"pp": 2, "dtype": "bf16"}),
@@ -89,7 +95,7 @@ NIGHTLY: list[Case] = [
     ("llama", {"pp": 2, "dp": 2, "fsdp": True, "offload_layers": 1}),
     *((name, {"pp": 2, "dp": 2, "fsdp": True, "recompute_layers": 1}) for name in ("grok1", "nemotron_h")),
     ("deepseek", {"cp": 2, "tp": 2, "ep": 2, "etp": 2}),
-]
+]  # fmt: skip
 
 
 def few_micro_batches(cases: Iterable[Case]) -> list[Case]:

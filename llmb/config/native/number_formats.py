@@ -3,9 +3,11 @@
     with_number_formats(config)     the configuration with fp8_recipe, kv_dtype and fp8_experts filled in
     number_formats(config)          all that decide how numbers are rounded, for the result
 
-They never depend on the number of GPUs. Training scales fp8 tensors as a whole: `tensorwise_delayed` takes the scale
-from the amax of earlier steps, `tensorwise_current` from the tensor itself at each use. Served weights have a scale per
-tensor, per output channel or per block of 128 x 128, as the model is published unless the run says otherwise.
+They never depend on the number of GPUs. Training scales fp8 tensors as a whole, `tensorwise_delayed` from the amax of
+earlier steps, `tensorwise_current` from the tensor itself at each use. With many scales, where `fp8_recipe_limits.py`
+allows, `rowwise` scales each row of a GEMM's operand along the sum, `blockwise` 128 values of it, of weights blocks of
+128 x 128. Served weights have a scale per tensor, per output channel or per block of 128 x 128, as the model is
+published unless the run says otherwise.
 """
 
 from dataclasses import replace
@@ -18,8 +20,8 @@ from llmb.perfmodel.shards import gradient_bytes
 
 # Kind of run -> recipes of its engine; the default of training is the first.
 FP8_RECIPES: dict[str, tuple[Fp8Recipe, ...]] = {
-    "training": ("tensorwise_delayed", "tensorwise_current"),
-    "outofcore": ("tensorwise_delayed",),
+    "training": ("tensorwise_delayed", "tensorwise_current", "rowwise", "blockwise"),
+    "outofcore": ("tensorwise_delayed", "rowwise", "blockwise"),
     "inference": ("tensorwise", "channelwise", "blockwise"),
 }
 BLOCK_SCALED = (

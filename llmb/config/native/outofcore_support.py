@@ -7,8 +7,9 @@ from typing import Any
 
 from llmb.config.llama_layer_shapes import check_fp8_widths, check_llama_layers, has_llama_layers
 from llmb.config.lr_schedule import check_lr_steps
+from llmb.config.native.fp8_recipe_limits import check_many_scales
 from llmb.config.native.lora_shapes import lora_of
-from llmb.config.native.number_formats import check_fp8_recipe
+from llmb.config.native.number_formats import FP8_RECIPES, check_fp8_recipe, fp8_recipe
 from llmb.config.offload_plan import FULL, Plan
 from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.errors import ConfigError
@@ -56,6 +57,8 @@ def check_outofcore_model(model: Model, dtype: str) -> None:
 
 def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
     ranks, chunks, precision = config.parallel.world_size, plan.chunks_per_round, config.precision
+    recipe = fp8_recipe(config)
+    planned = plan.fp8_recipe if plan.fp8_recipe is not None or recipe is None else FP8_RECIPES[workload.kind][0]
     problems = {
         f"{ranks} ranks: it computes on one GPU": ranks != 1,
         f"workload.steps={workload.steps}: must be at least 1": workload.steps < 1,
@@ -63,6 +66,7 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
         f"seqlen={workload.seqlen}, but its plan is for {plan.seqlen}": plan.seqlen != workload.seqlen,
         f"gbs={workload.gbs}, but its plan is for {plan.gbs}": workload.gbs not in (None, plan.gbs),
         f"dtype={precision.dtype}, but its plan is for {plan.dtype}": plan.dtype != precision.dtype,
+        f"fp8_recipe={recipe}, but its plan is for {planned}": planned != recipe,
         f"kv_dtype={precision.kv_dtype}: keys have the dtype of the run": precision.kv_dtype is not None,
         f"update={workload.update}, but its plan is for {plan.update}": plan.update != workload.update,
         f"clip={workload.clip} needs a plan that updates in the next forward pass": workload.clip is not None
@@ -81,6 +85,7 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
     if messages:
         raise ConfigError(f"the out-of-core engine does not run {'; nor '.join(messages)}")
     check_fp8_recipe(precision.fp8_recipe, workload.kind, precision.dtype)
+    check_many_scales(config)
     check_lr_steps(workload.lr_warmup_steps, workload.lr_decay_steps)
 
 

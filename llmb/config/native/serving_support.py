@@ -5,9 +5,9 @@ from llmb.config.native.speculation import check_speculation
 from llmb.config.parallel_layout import check_ranks, check_serving
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
+from llmb.perfmodel.params import FP8_BLOCK
 
 COUNTS = ("isl", "osl", "num_requests", "max_batch_size", "max_num_tokens", "block_tokens")
-FP8_BLOCK = 128  # rows and columns of weights that share a scale
 MLA_BLOCK_MULTIPLE = 16  # tokens: MLA kernels read the KV cache in tiles of at least so many
 
 

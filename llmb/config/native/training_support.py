@@ -4,6 +4,7 @@
 """
 
 from llmb.config.lr_schedule import check_lr_steps
+from llmb.config.native.fp8_recipe_limits import check_many_scales
 from llmb.config.native.number_formats import check_fp8_recipe, has_fp8_experts
 from llmb.config.native.one_rank import check_one_rank
 from llmb.config.parallel_layout import check_model, check_schedule, check_sequence, max_layers_per_rank
@@ -62,6 +63,7 @@ def supported_training(config: RunConfig) -> Training:
         raise ConfigError(f"balanced_experts=true: model {config.model.name} has no experts")
     _check_sizes(workload, parallel.dp)
     check_model(parallel, config.model)
+    check_many_scales(config)
     check_sequence(workload.seqlen, parallel)
     check_schedule(workload.ga, parallel)
     owner = "the model" if parallel.pp == 1 else "a rank of the pipeline"

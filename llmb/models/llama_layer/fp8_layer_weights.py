@@ -7,23 +7,22 @@ A matrix is quantized when a layout of it is first requested, in memory that liv
 over a layer whose weights are gathered for that pass. Where weights stay in memory, `quantize` casts all at once, in
 buffers that stay too.
 
-Out-of-core training has buffers for one layer (`Fp8ModelWeights`), since layers are computed one after another, all
+Out-of-core training has buffers for one layer (`layer_recipes.py`), since layers are computed one after another, all
 chunks of a round in each. Matrices are quantized anew when another layer, or the other pass, begins: the optimizer may
 run in between.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import check_fp8_widths, layer_weight_shapes
-from llmb.config.spec import Model
 from llmb.models.llama_layer.layer_tensors import LayerWeights
+from llmb.models.llama_layer.quantized_linears import Matrix
 from llmb.ops.quant.activation_quant import E4M3
-from llmb.ops.quant.delayed_scaling import DelayedScaling, Scaling
+from llmb.ops.quant.delayed_scaling import Scaling
 from llmb.ops.quant.fp8_quant import E5M2, Fp8Tensor, ScaleAmax, quantize_fp8
 
 PassName = Literal["forward", "backward"]
@@ -59,13 +58,12 @@ class Fp8Buffers(NamedTuple):
         )
 
 
-class Fp8LayerWeights:
-    """Weights of a layer as `fp8_linears.py` takes them."""
+class QuantizedLayerWeights(Generic[Matrix]):
+    """Weights of a layer as `quantized_linears.py` takes them."""
 
-    def __init__(self, layer: int, weights: LayerWeights, scales: Scaling, buffers: Fp8Buffers | None = None):
+    def __init__(self, weights: LayerWeights):
         self.weights = weights  # in their current place: between two chunks they may move
-        self._layer, self.scales, self._buffers = layer, scales, buffers
-        self._quantized: dict[tuple[str, str], Fp8Tensor] = {}
+        self._quantized: dict[tuple[str, str], Matrix] = {}
 
     @property
     def norm1_C(self) -> Tensor:
@@ -75,15 +73,11 @@ class Fp8LayerWeights:
     def norm2_C(self) -> Tensor:
         return self.weights.norm2_C
 
-    def scale_amax_of(self, *names: str, measure: Callable[..., None]) -> tuple[ScaleAmax, ...]:
-        """Return scales and amaxes of this layer; see `DelayedScaling.scale_amax_of`."""
-        return self.scales.scale_amax_of(*(scale_name(self._layer, name) for name in names), measure=measure)
-
-    def rows(self, name: str) -> Fp8Tensor:
+    def rows(self, name: str) -> Matrix:
         """Return a matrix in the layout of forward GEMMs."""
         return self._layout(name, "rows")
 
-    def columns(self, name: str) -> Fp8Tensor:
+    def columns(self, name: str) -> Matrix:
         """Return a matrix in the layout of input gradients."""
         return self._layout(name, "columns")
 
@@ -92,10 +86,31 @@ class Fp8LayerWeights:
         for name in MATRICES:
             self._quantized[name, "rows"] = self._quantized[name, "columns"] = self._cast(name, True, True)
 
-    def _layout(self, name: str, layout: str) -> Fp8Tensor:
+    def _layout(self, name: str, layout: str) -> Matrix:
         if (name, layout) not in self._quantized:
             self._quantized[name, layout] = self._cast(name, layout == "rows", layout == "columns")
         return self._quantized[name, layout]
+
+    def _cast(self, name: str, rows: bool, columns: bool) -> Matrix:
+        """Return a matrix in the requested layouts."""
+        raise NotImplementedError
+
+
+class Fp8LayerWeights(QuantizedLayerWeights[Fp8Tensor]):
+    """Weights with one scale each, and the scales of all other operands of the layer."""
+
+    def __init__(self, layer: int, weights: LayerWeights, scales: Scaling, buffers: Fp8Buffers | None = None):
+        super().__init__(weights)
+        self._layer, self.scales, self._buffers = layer, scales, buffers
+
+    @staticmethod
+    def empty_buffers(shapes: Iterable[Sequence[int]], device: torch.device, _scales: Scaling) -> Fp8Buffers:
+        """Allocate all matrices of a layer in both layouts, given their shapes."""
+        return Fp8Buffers.empty(shapes, device)
+
+    def scale_amax_of(self, *names: str, measure: Callable[..., None]) -> tuple[ScaleAmax, ...]:
+        """Return scales and amaxes of this layer; see `DelayedScaling.scale_amax_of`."""
+        return self.scales.scale_amax_of(*(scale_name(self._layer, name) for name in names), measure=measure)
 
     def _cast(self, name: str, rows: bool, columns: bool) -> Fp8Tensor:
         weight = self.weights.matrices[MATRICES.index(name)]
@@ -109,22 +124,3 @@ class Fp8LayerWeights:
                 layouts.append(torch.empty(shape, dtype=E4M3, device=weight.device))
         quantize_fp8(weight, scale_amax, layouts[0] if rows else None, layouts[1] if columns else None)
         return Fp8Tensor(layouts[0], layouts[1], scale_amax.scale)
-
-
-class Fp8ModelWeights:
-    """fp8 weights of a model, one layer at a time."""
-
-    def __init__(self, model: Model, device: torch.device):
-        check_fp8_widths(model)
-        self.scales: Scaling = DelayedScaling(scale_dtypes(range(model.layers)), device)
-        self._buffers = Fp8Buffers.empty(layer_weight_shapes(model).values(), device)
-        self._current: tuple[int, PassName] | None = None
-        self._layer: Fp8LayerWeights | None = None
-
-    def layer(self, layer: int, pass_name: PassName, weights: LayerWeights) -> Fp8LayerWeights:
-        """Return the weights of a layer for the forward or backward pass."""
-        if self._layer is None or self._current != (layer, pass_name):
-            self._layer = Fp8LayerWeights(layer, weights, self.scales, self._buffers)
-            self._current = (layer, pass_name)
-        self._layer.weights = weights
-        return self._layer

@@ -10,7 +10,9 @@ Shapes: N tokens, K inputs, M outputs.
 from torch import Tensor
 
 from llmb.ops.gemm.matmul import matmul
+from llmb.ops.gemm.scaled_matmul import scaled_matmul
 from llmb.ops.quant.fp8_quant import Fp8Tensor
+from llmb.ops.quant.scaled_fp8 import ScaledFp8
 
 
 class LinearGemms:
@@ -55,3 +57,24 @@ class Fp8LinearGemms:
         """Set `dweight` to dy.T @ x, or add to it; takes columns of both."""
         scales, addend = (dy.scale, x.scale), dweight_MK if accumulate else None
         matmul(dy.columns, x.columns.T, out=dweight_MK, addend=addend, scales=scales, fast=self._fp8_fast_accum)
+
+
+class ScaledLinearGemms:
+    """GEMMs of fp8 operands with many scales each; layouts and accumulation as those of `Fp8LinearGemms`."""
+
+    def __init__(self, fp8_fast_accum: bool = False):
+        self._fp8_fast_accum = fp8_fast_accum
+
+    def forward(self, x: ScaledFp8, weight: ScaledFp8, out_NM: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T plus `addend`; takes rows of both."""
+        return scaled_matmul((x.rows, x.row_scales), (weight.rows, weight.row_scales), out_NM, addend, fast=True)
+
+    def input_gradient(self, dy: ScaledFp8, weight: ScaledFp8, out_NK: Tensor) -> Tensor:
+        """Return dy @ weight; takes rows of the gradient and columns of the weight."""
+        right = weight.columns, weight.column_scales
+        return scaled_matmul((dy.rows, dy.row_scales), right, out_NK, fast=self._fp8_fast_accum)
+
+    def weight_gradient(self, dy: ScaledFp8, x: ScaledFp8, dweight_MK: Tensor, accumulate: bool) -> None:
+        """Set `dweight` to dy.T @ x, or add to it; takes columns of both."""
+        left, right = (dy.columns, dy.column_scales), (x.columns, x.column_scales)
+        scaled_matmul(left, right, dweight_MK, dweight_MK if accumulate else None, fast=self._fp8_fast_accum)

@@ -38,6 +38,10 @@ class Fp8Tensor(NamedTuple):
     columns: Tensor  # [K, P], contiguous: the transpose
     scale: Tensor  # fp32, a scalar on the device
 
+    def split_rows(self, widths: tuple[int, ...]) -> list["Fp8Tensor"]:
+        """Return the row-wise layout of consecutive rows."""
+        return [self._replace(rows=rows) for rows in self.rows.split(widths)]
+
 
 class ScaleAmax(NamedTuple):
     """The scale that a tensor is divided by, and its largest magnitude since amax was last zeroed (None: ignored)."""

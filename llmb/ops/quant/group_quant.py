@@ -12,6 +12,9 @@ All is e4m3, the only format of torch's grouped GEMM. A number is off by at most
 2**-14 of the largest in its row (or its column of the group), so that gradients do not need the range of e5m2, as they
 do with one scale per tensor. A row or column with an infinity or a NaN becomes NaN entirely.
 
+A whole matrix is one group (`quantize_rowwise_`). Where ranks share its rows or columns, `reductions` give them the
+scales of one process.
+
 A weight [E, O, I] is E groups of O rows, whose columns are separate, [E, I, O]. `Fp8WeightCache` holds both layouts
 until the weight changes.
 
@@ -27,9 +30,12 @@ from torch import Tensor
 
 from llmb.ops.dispatch import op
 from llmb.ops.quant.activation_quant import E4M3, E4M3_MAX, MIN_AMAX
+from llmb.ops.quant.delayed_scaling import ReduceMax, reduce_amax
 from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
+from llmb.ops.quant.scaled_fp8 import ScaledFp8
 
 TILE = 128  # rows
+AmaxReductions = tuple[ReduceMax | None, ReduceMax | None]  # of rows and of columns, over ranks that share them
 
 
 class GroupOffsets(NamedTuple):
@@ -84,6 +90,18 @@ def _weight_group_offsets(e: int, o: int, i: int, device: torch.device) -> Group
     groups = group_offsets(ends_E, e * o)
     groups.tiles_5T[3:] += groups.tiles_5T[0] * (o * (i - 1))
     return groups
+
+
+def quantize_rowwise_(x_NK: Tensor, out: ScaledFp8, reductions: AmaxReductions = (None, None)) -> None:
+    """Quantize a matrix, one group, to the layouts that `out` has: a scale per token, and per channel."""
+    columns = out.columns if out.columns.numel() else None
+    grouped = GroupedFp8(
+        out.rows if out.rows.numel() else None,
+        out.row_scales[:, 0] if out.rows.numel() else None,
+        columns,
+        None if columns is None else out.column_scales.T,
+    )
+    quantize_groups_(x_NK, _weight_group_offsets(1, *x_NK.shape, x_NK.device), grouped, reductions)
 
 
 def quantize_groups(x_NK: Tensor, groups: GroupOffsets, *, rows: bool = False, columns: bool = False) -> GroupedFp8:
@@ -143,16 +161,21 @@ def _empty_grouped(
 
 
 @op
-def quantize_groups_(x_NK: Tensor, groups: GroupOffsets, out: GroupedFp8) -> None:
-    """Quantize rows to the layouts that `out` has."""
+def quantize_groups_(
+    x_NK: Tensor, groups: GroupOffsets, out: GroupedFp8, reductions: AmaxReductions = (None, None)
+) -> None:
+    """Quantize rows to the layouts that `out` has; `reductions` are those of amaxes of rows and of columns."""
     if out.rows is not None and out.row_scales is not None:
-        out.row_scales.copy_(amax_to_scale_(x_NK.float().abs().amax(1)))
+        amax_N = x_NK.float().abs().amax(1)
+        reduce_amax(amax_N, reductions[0])
+        out.row_scales.copy_(amax_to_scale_(amax_N))
         out.rows.copy_(_to_e4m3(x_NK, out.row_scales[:, None]))
     if out.columns is None or out.column_scales is None:
         return
     for group, (start, end) in enumerate(pairwise([0, *groups.ends_E.tolist()])):
         zero = x_NK.new_zeros(1, x_NK.shape[1])  # the row of a group without rows
         amax_K = torch.cat((x_NK[start:end], zero)).float().abs().amax(0)
+        reduce_amax(amax_K, reductions[1])
         out.column_scales[group] = amax_to_scale_(amax_K)
     flat, stride = out.columns.view(-1), out.columns.shape[-1]
     for group, first, end, column, last in groups.tiles_5T.T.tolist():

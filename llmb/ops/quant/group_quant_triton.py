@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.ops.quant.delayed_scaling import reduce_amax
 from llmb.ops.quant.fp8_quant_triton import CHANNELS, QUADS, WARPS, load_tile, pack_fp8, store_fourth, to_fp8
-from llmb.ops.quant.group_quant import TILE, GroupedFp8, GroupOffsets, amax_to_scale_
+from llmb.ops.quant.group_quant import TILE, AmaxReductions, GroupedFp8, GroupOffsets, amax_to_scale_
 
 AMAX_CHANNELS, AMAX_WARPS = 64, 8  # of a tile of the first kernel, which transposes nothing
 
@@ -88,7 +89,9 @@ def _inverse(scales):
     return tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
 
 
-def quantize_groups_triton_(x_NK: Tensor, groups: GroupOffsets, out: GroupedFp8) -> None:
+def quantize_groups_triton_(
+    x_NK: Tensor, groups: GroupOffsets, out: GroupedFp8, reductions: AmaxReductions = (None, None)
+) -> None:
     """Launch the kernels of `group_quant.quantize_groups_`."""
     x_NK = x_NK.contiguous()  # the gradient of a sum has strides of zero
     (_, k), tiles = x_NK.shape, groups.tiles_5T.shape[1]
@@ -99,6 +102,9 @@ def quantize_groups_triton_(x_NK: Tensor, groups: GroupOffsets, out: GroupedFp8)
         x_NK, groups.tiles_5T, *bits, x_NK.stride(0), tiles, k,
         ROWS=rows, COLUMNS=columns, TILE=TILE, CHANNELS=AMAX_CHANNELS, num_warps=AMAX_WARPS,
     )  # fmt: skip
+    for x, reduce_max in zip(amax, reductions, strict=True):
+        if x is not None:
+            reduce_amax(x, reduce_max)
     scales = [None if x is None else amax_to_scale_(x) for x in amax]
     words = None if out.columns is None else out.columns.view(torch.int32)
     _quantize_groups[(tiles * triton.cdiv(k, CHANNELS),)](

@@ -38,6 +38,7 @@ class PlanConstraints:
     """Choices that the user fixed; None: the planner chooses."""
 
     dtype: Literal["fp32", "bf16", "fp8"]
+    fp8_recipe: Literal["tensorwise_delayed", "rowwise", "blockwise"] | None = None  # none: no fp8, or the first
     seqlen: int
     host_gib: float
     device_gib: float
@@ -397,6 +398,7 @@ def _plan_without_slots(
     has_updates = constraints.lora is None  # of buckets
     return Plan(
         dtype=constraints.dtype,
+        fp8_recipe=constraints.fp8_recipe,
         seqlen=constraints.seqlen,
         gbs=shape.gbs,
         chunk_tokens=shape.chunk_tokens,

@@ -21,14 +21,17 @@ from llmb.perfmodel.offload.plan_search import best_plan
 DTYPES = ("bf16", "fp8", "fp32")
 
 
-def plan_workload(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -> OutOfCore:
+def plan_workload(
+    workload: OutOfCore, model: Model, dtype: str, rates: Rates, fp8_recipe: str | None = None
+) -> OutOfCore:
     """Return the workload with everything chosen that was left open; one line where no plan fits."""
     _check(workload, model, dtype, rates)
     is_timed = rates != nominal_rates(rates.gpu)
     rates = rates if workload.disk_gbs is None else rates.with_disk(workload.disk_gbs)
     lora = lora_of(workload, model, dtype)
-    names = [field.name for field in fields(PlanConstraints) if field.name not in ("dtype", "lora")]
-    constraints = PlanConstraints(dtype=dtype, lora=lora, **{name: getattr(workload, name) for name in names})  # type: ignore[arg-type]
+    names = [field.name for field in fields(PlanConstraints) if field.name not in ("dtype", "fp8_recipe", "lora")]
+    fixed = {name: getattr(workload, name) for name in names}
+    constraints = PlanConstraints(dtype=dtype, fp8_recipe=fp8_recipe, lora=lora, **fixed)  # type: ignore[arg-type]
     result = _cached_best_plan(model, constraints, rates)
     if lora is not None:
         frozen = None if lora.frozen_weights == "fp32" else lora.frozen_weights

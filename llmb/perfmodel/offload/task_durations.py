@@ -20,7 +20,7 @@ from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, bu
 from llmb.perfmodel.offload.layer_work import LayerWork, layer_work
 from llmb.perfmodel.offload.lora_costs import adapter_update_bytes
 from llmb.perfmodel.offload.machine_rates import Rates
-from llmb.perfmodel.offload.operand_bytes import CAST
+from llmb.perfmodel.offload.operand_bytes import cast_bytes
 from llmb.perfmodel.offload.step_tasks import Chunk, StepTask, round_chunks
 from llmb.perfmodel.step_time.fitted_constants import native_constants
 
@@ -209,7 +209,7 @@ class TaskDurations:
 
     def _cast(self, weights: int, is_first: bool) -> int:
         """Return the bytes of casting weights to fp8, if this chunk is the one that does it."""
-        return CAST * weights if is_first and self.plan.dtype == "fp8" else 0
+        return cast_bytes(self.plan) * weights if is_first else 0
 
     def _widen(self, weights: int, is_first: bool) -> int:
         """Return the bytes of widening frozen weights from fp8, if this chunk is the one that does it."""

@@ -21,6 +21,8 @@ from llmb.config.spec import Model
 from llmb.perfmodel.offload.autograd_workspace import autograd_backward_bytes, autograd_forward_bytes
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes, widened_numel
 from llmb.perfmodel.offload.lora_costs import adapted_elements, low_elements
+from llmb.perfmodel.offload.operand_bytes import FIRST_PASS
+from llmb.perfmodel.params import FP8_BLOCK
 
 KEY_BLOCK = 65536  # keys per attention call: backward allocates their gradients for every query head
 GEMM_ALIGNMENT = 16  # bytes at multiples of which cuBLASLt's operands and their rows begin
@@ -45,8 +47,8 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
         # Only fp32 has temporaries again where chunks are recomputed.
         backward += each * (low_elements(plan.lora) + (2 * model.ffn if plan.dtype == "fp32" else 0))
     if plan.dtype == "fp8":
-        forward = max(forward, fp8_forward_bytes(model, saves_activations=not recomputed))
-        backward = max(backward, fp8_backward_bytes(model))
+        forward = max(forward, fp8_forward_bytes(model, not recomputed, plan.fp8_recipe))
+        backward = max(backward, fp8_backward_bytes(model, plan.fp8_recipe))
         cached = 2 * sum(_matrices(model))  # weights of one layer, in both layouts
     behind = max(rows * backward, _accumulating_backward_bytes(model, plan, backward))
     return max(rows * forward, recomputed + behind, head) + cached
@@ -73,8 +75,15 @@ def head_temporary_bytes(model: Model, plan: Plan) -> int:
 
 
 def _accumulating_backward_bytes(model: Model, plan: Plan, backward: int) -> int:
-    """Return the peak of the gemms that add to a layer's gradients, where these need temporaries, else 0."""
-    if plan.lora is not None or not _accumulates(plan) or not (plan.dtype == "fp32" or _has_unequal_chunks(plan)):
+    """Return the peak of the gemms that add to a layer's gradients, where these need temporaries, else 0.
+
+    With many scales per tensor they always do: that of gate and up is the largest.
+    """
+    if plan.lora is not None or not _accumulates(plan):
+        return 0
+    if plan.fp8_recipe in FIRST_PASS:
+        return plan.chunk_tokens * backward + 2 * model.hidden * model.ffn * _grad_element_size(model, plan)
+    if not (plan.dtype == "fp32" or _has_unequal_chunks(plan)):
         return 0
     each, rows, grad = activation_itemsize(plan), plan.chunk_tokens, _grad_element_size(model, plan)
     down = model.hidden * model.ffn * grad
@@ -127,14 +136,21 @@ def backward_elements(model: Model, keys_per_query: float) -> int:
     return round(max(model.ffn, model.hidden, outputs + inside + beyond + normed))
 
 
-def fp8_forward_bytes(model: Model, saves_activations: bool) -> int:
-    """Return the peak per token of the linear layers in `fp8_linears.py`: fp8 operands, outputs of algorithm trials."""
+def fp8_forward_bytes(model: Model, saves_activations: bool, recipe: str | None = None) -> int:
+    """Return the peak per token of the linear layers in `fp8_linears.py`: fp8 operands, outputs of algorithm trials.
+
+    With many scales per tensor (`scaled_linears.py`) an operand is in bf16 first, beside its fp8 values and scales; the
+    output that is added to the residual in place is a temporary.
+    """
     queries, both = (0, 0) if saves_activations else (2 * model.heads * model.head_dim, 4 * model.ffn)
     trial = 0 if saves_activations else 2 * model.hidden
+    if recipe in FIRST_PASS:
+        normed, act = 2 * model.hidden + _scaled(model.hidden), 2 * model.ffn + _scaled(model.ffn)
+        return max(normed + queries, both + max(normed, act, _scaled(model.ffn) + trial))
     return max(model.hidden + queries, both + max(model.hidden, model.ffn + trial))
 
 
-def fp8_backward_bytes(model: Model) -> int:
+def fp8_backward_bytes(model: Model, recipe: str | None = None) -> int:
     """Return the same of recompute and backward; the maximum is at the gradient of the activation function."""
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Gradients of the residual and of act; both layouts of the gradient of h13; act in fp8.
@@ -142,7 +158,16 @@ def fp8_backward_bytes(model: Model) -> int:
     carved = 2 * (2 * width + 2 * kv_width + model.hidden)
     beyond = carved if carved > 4 * model.ffn else 0
     attention = 2 * model.hidden + width, 2 * (width + 2 * kv_width) + model.hidden
+    if recipe in FIRST_PASS:  # the gradient of act becomes act, and is gone when that of h13 is cast
+        activation = 2 * _scaled(model.hidden) + 5 * _scaled(model.ffn)
+        qkv = 2 * _scaled(width + 2 * kv_width) + 2 * model.hidden + _scaled(model.hidden)
+        attention = 2 * _scaled(model.hidden) + _scaled(width), qkv
     return max(activation, beyond + max(attention))
+
+
+def _scaled(values: int) -> int:
+    """Return the bytes of fp8 values with their scales, of which there are at most one per 128."""
+    return values + -(-values // FP8_BLOCK) * 4
 
 
 def head_elements(model: Model) -> int:

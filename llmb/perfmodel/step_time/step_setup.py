@@ -19,6 +19,7 @@ DTYPE_ALIASES = {
     "fp8-cs": "fp8", "fp8-ds": "fp8", "fp8-tensorwise": "fp8", "fp8-rowwise": "fp8-row", "fp8-sc": "fp8-block",
     "fp8-blockwise": "fp8-block", "mxfp8": "fp8-mx", "fp8-mx-rceil": "fp8-mx",
 }  # fmt: skip
+RECIPE_DTYPES = {"rowwise": "fp8-row", "blockwise": "fp8-block"}  # fp8_recipe of a run of ours -> data type here
 Recompute = Literal["none", "selective", "full"]
 DEFAULT_ENGINE = "megatron-bridge"
 ENGINE_OF = {"native": "native", "megatron_bridge": "megatron-bridge"}  # engine of a run -> key of ENGINES
@@ -131,7 +132,7 @@ def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates |
         shape=run_shape(config.model),
         gpu=config.machine.gpu,
         gpus=config.machine.gpus,
-        dtype=config.precision.dtype,
+        dtype=RECIPE_DTYPES.get(config.precision.fp8_recipe or "", config.precision.dtype),
         seqlen=work.seqlen,
         mbs=work.mbs,
         gbs=work.gbs,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from llmb.ops.gemm import matmul
+from llmb.ops.gemm import matmul, scaled_matmul
 from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
 from llmb.train.dry_run.memory_tracker import MemoryTracker
 
@@ -43,6 +43,7 @@ FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten.addmm: lambda args: _matmul_flops(args[1], args[2]),
     aten.addmm_: lambda args: _matmul_flops(args[1], args[2]),
     matmul.OPERATION: lambda args: _matmul_flops(args[0], args[1]),
+    scaled_matmul.OPERATION: lambda args: _matmul_flops(args[0], args[1].T),
 }
 GROUPED_FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten._grouped_mm: lambda args: _matmul_flops(args[0], args[1]),

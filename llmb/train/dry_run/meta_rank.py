@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmb.config.spec import RunConfig, Training
 from llmb.models.architectures import Network
+from llmb.ops.quant.delayed_scaling import DelayedScaling
 from llmb.perfmodel.communication import CollectiveTraffic
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
 from llmb.train.dry_run.dispatch_watch import DispatchWatch
@@ -80,7 +81,7 @@ class MetaRank:
         self.model_parts = build_meta_parts(config, workload, mesh)
         for model_part in self.model_parts:
             sharded = allocate_weights(model_part, config, workload, mesh, META)
-            if (scaling := model_part.fp8_scaling) is not None:
+            if isinstance(scaling := model_part.fp8_scaling, DelayedScaling):
                 scaling.scale_amax_of(*scaling.state_dict(), measure=lambda *_: None)
             quantize_weights(model_part)
             for experts in fp8_grouped_linears(model_part):

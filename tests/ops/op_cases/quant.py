@@ -6,9 +6,11 @@ import torch
 from torch import Generator, Tensor, bfloat16, device, dtype, float32
 
 from llmb.ops.quant.activation_quant import E4M3, QuantFormat, quantize_activation
+from llmb.ops.quant.blockwise_quant import empty_blockwise, quantize_blockwise_
 from llmb.ops.quant.channel_quant import ChannelFp8, quantize_channels_, widen_channels_
 from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, padded_tokens, quantize_fp8
 from llmb.ops.quant.group_quant import GroupedFp8, group_offsets, padded_columns, quantize_groups_, weight_group_offsets
+from llmb.ops.quant.scaled_fp8 import ScaledFp8
 from op_cases import Arguments, cases, full_size_cases, in_wider_rows, randn
 
 FP8_FORMATS: tuple[QuantFormat, ...] = ("per_token", "1x128")
@@ -136,6 +138,52 @@ def expert_weights(g: Generator, d: device, e: int, o: int, i: int, dtype: dtype
     weight_EOI, out = randn(g, d, e, o, i, dtype=dtype), _grouped(d, e * o, i, e, "rc")
     out = out._replace(columns=fp8_full(d, e, i, o))
     return (weight_EOI.flatten(0, 1), weight_group_offsets(weight_EOI), out), {}
+
+
+@cases(quantize_groups_, (48, 80, "rc"), (130, 48, "c"), tolerance=0)
+def matrix_with_larger_amaxes(g: Generator, d: device, n: int, k: int, which: str) -> Arguments:
+    """As ranks that share rows and columns reduce them; magnitudes are integers of the same bits."""
+    arguments, _ = groups(g, d, [n], k, which, bfloat16)
+    two = torch.tensor(2.0).view(torch.int32).item()
+    return (*arguments, (lambda bits_N: bits_N.clamp_(min=two), lambda bits_K: bits_K.add_(1 << 23))), {}
+
+
+@cases(
+    quantize_blockwise_,
+    *((n, k, which) for n, k in ((128, 128), (130, 256), (5, 128)) for which in ("rc", "r", "c")),
+    *((300, 384, "rc", False, float32), (7, 128, "rc", False, bfloat16, 0.0)),
+    *((128, 128, which, True) for which in ("rc", "r", "c")),
+    *((384, 640, "rc", True), (256, 128, "rc", True, float32)),
+    tolerance=0,
+)
+@full_size_cases(
+    quantize_blockwise_,
+    *((n, k, which, False) for n, k in ((16384, 4096), (4099, 28672)) for which in ("rc", "r", "c")),
+    *((6144, 4096, "rc", True), (4096, 14336, "rc", True)),
+    tolerance=0,
+    exact=None,
+)
+def groups_of_128(
+    g: Generator, d: device, n: int, k: int, which: str, square: bool = False, dtype: dtype = bfloat16,
+    scale: float = 1,
+) -> Arguments:  # fmt: skip
+    """Rows and columns of different magnitudes, inside wider rows."""
+    x = randn(g, d, n, k, scale=scale) * 10 ** randn(g, d, n, 1) * 10 ** randn(g, d, 1, k)
+    return (in_wider_rows(x.to(dtype)), _blockwise(d, n, k, which, square), square), {}
+
+
+@cases(quantize_blockwise_, (nan, False), (inf, False), (-inf, True), (nan, True), tolerance=0)
+def groups_of_128_with_a_nonfinite_value(g: Generator, d: device, value: float, square: bool) -> Arguments:
+    x = randn(g, d, 256, 256)
+    x[3, 5] = value
+    return (x, _blockwise(d, 256, 256, "rc", square), square), {}
+
+
+def _blockwise(d: device, n: int, k: int, which: str, square: bool) -> ScaledFp8:
+    out = empty_blockwise(n, k, d, rows="r" in which, columns="c" in which, square=square)
+    for x in out:
+        x.copy_(torch.zeros(x.shape, device=d))
+    return out
 
 
 def _grouped(d: device, n: int, k: int, e: int, which: str) -> GroupedFp8:
