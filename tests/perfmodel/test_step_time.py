@@ -214,6 +214,8 @@ def test_a_ring_of_more_chunks_hides_more_of_a_tp_collective():
         setup = step_setup("llama3.1-70b", "h100", 64, "bf16", gbs=64, tp=tp)
         exposed, whole = predict(setup).terms["tp"], predict(replace(setup, overlap_tp=False)).terms["tp"]
         assert exposed / whole == pytest.approx(min(1.0, c["tp_chunks"] / tp))
+    native = step_setup("llama3.1-70b", "h100", 64, "bf16", gbs=64, tp=8, engine="native")
+    assert predict(native).terms["tp"] == predict(replace(native, overlap_tp=False)).terms["tp"]  # it waits for them
 
 
 @pytest.mark.parametrize("setup", SETUPS)

@@ -183,8 +183,10 @@ def _exposed_tp(setup: StepSetup, c: Constants) -> float:
     """Return the part of TP collectives that GEMMs do not hide.
 
     Overlapped, a collective is a ring of tp chunks, each sent during the GEMM of another: the first and last are alone.
+    The native engine waits for its collectives.
     """
-    return min(1.0, c["tp_chunks"] / setup.parallel.tp) if setup.overlap_tp else 1.0
+    is_overlapped = setup.overlap_tp and setup.engine != NATIVE
+    return min(1.0, c["tp_chunks"] / setup.parallel.tp) if is_overlapped else 1.0
 
 
 def _recomputed_part(setup: StepSetup) -> float:
