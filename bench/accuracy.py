@@ -4,7 +4,8 @@
     python bench/accuracy.py --fit          refit all constants and the interval, and store them in step_constants.yaml
 
 Prints and writes: errors of all rows by model, GPU, dtype, scale and engine; of models and GPUs left out of the fit in
-turn; coverage of the 80 % interval; weak-scaling curves; constants; rows left out, with reasons. One to two minutes.
+turn; coverage of the 80 % interval; ratios of two layouts; weak-scaling curves; constants; rows left out, with reasons.
+One to two minutes.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from layout_ranking import RANKING_HEADER, RANKING_MISSES, layout_pairs, ranking_introduction, ranking_rows
 from ratio_picture import ratio_svg
 from step_time_fit import ROUNDS, fit, log_errors
 
@@ -243,6 +245,10 @@ def report(samples: Sequence[Sample], left_out: dict[str, list[PublishedRow]], c
         by_group(samples, models, lambda s: interval_class(s.setup), "kind of run"),
         "## Left-out GPUs: constants refitted without any row of the GPU",
         by_group(samples, gpus, lambda s: s.setup.gpu, "GPU"),
+        "## Ratios of two layouts",
+        ranking_introduction(samples),
+        table(RANKING_HEADER, ranking_rows(layout_pairs(samples), errors, models)),
+        RANKING_MISSES,
         "## Weak scaling\n\nLargest difference between the predicted and the measured shape of a curve "
         "(step time over the curve's mean; aim: 3 %).",
         table(("curve", "GPUs", "rows", "largest difference %", "source"), scaling_curves(samples, c)),

@@ -6,7 +6,7 @@ Every estimate carries its assumptions.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmb.config.spec import Inference, Model, OutOfCore, Parallel, RunConfig, Training
 from llmb.errors import ConfigError
@@ -97,7 +97,8 @@ def _external_training_memory(config: RunConfig, work: Training) -> MemoryEstima
     per_weight, per_gradient, per_optimizer = FP32_STATE if fp32 else MIXED_STATE
     value_bytes = BYTES["fp32" if fp32 else "bf16"]
     layers = -(-model.layers // split.pp)
-    dense_layer, routed_layer, embedding = _rank_parameters(model, split)
+    stage = replace(model, layers=layers, pattern=model.pattern[:layers]) if model.pattern else model
+    dense_layer, routed_layer, embedding = _rank_parameters(stage, split)
     dense = layers * dense_layer + embedding * (1 if model.tied_embeddings or split.pp > 1 else 2)
     routed = layers * routed_layer
 
@@ -109,7 +110,7 @@ def _external_training_memory(config: RunConfig, work: Training) -> MemoryEstima
     gathered = max(dense_layer + routed_layer, embedding) * value_bytes if split.fsdp and replicas > 1 else 0.0
 
     tokens = work.mbs * work.seqlen / split.cp / split.tp
-    layer = tokens * value_bytes * _saved_values(model)
+    layer = tokens * value_bytes * _saved_values(stage)
     recomputed = min(work.recompute_layers, layers)
     offloaded_layers = min(work.offload_layers, layers - recomputed)
     saved = layer * (layers - recomputed - offloaded_layers) + recomputed * tokens * value_bytes * model.hidden

@@ -13,6 +13,7 @@ from llmb.perfmodel.step_time.step_constants import calibrated, constants
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 accuracy = import_module("accuracy")
+layout_ranking = import_module("layout_ranking")
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
 LLAMA = {"source": "v25.04", "model": "llama3.1", "size": "8b", "gpu": "h100", "dtype": "bf16", "seqlen": "8192",
          "mbs": "1", "tp": "1", "cp": "2"}  # fmt: skip
@@ -77,3 +78,37 @@ def test_a_curve_shifted_as_a_whole_has_the_right_shape():
 def test_the_picture_has_a_point_for_each_row(samples):
     picture = accuracy.picture(samples, accuracy.errors_with(samples, calibrated()))
     assert picture.count("<circle") == len(samples)
+
+
+def test_pairs_of_layouts_are_compared_by_their_ratio():
+    """Two scales of tp 1 and tp 2: a tenth faster in both; an error that both layouts share does not count."""
+    rows = [
+        parse_row(
+            LLAMA | {"cp": "1", "tp": tp, "gpus": str(n), "gbs": str(16 * n), "step_time_s": seconds, "notes": notes}
+        )
+        for n in (8, 64)
+        for tp, seconds, notes in (("1", "11", ""), ("2", "10", ""))
+    ]
+    samples = accuracy.usable(rows)[0]
+    (pair,) = layout_ranking.layout_pairs(samples)
+    assert pair.changed == {"tp"}
+    assert len(pair.rows) == 2  # 8 with 8 GPUs, 64 with 64
+    assert np.exp(pair.measured) == pytest.approx(1.1)
+    shared, opposite = np.full(4, 0.3), np.array([-0.15, 0.0, -0.15, 0.0])  # tp 1 is predicted faster by as much
+    assert pair.error(shared) == pytest.approx(0)
+    assert pair.is_ordered(shared)
+    assert not pair.is_ordered(opposite)
+    header, row = layout_ranking.RANKING_HEADER, layout_ranking.ranking_rows([pair], shared, opposite)[0]
+    assert row == ("all", 1, "0.0", "0.0", "1 of 1", "13.9", "13.9", "0 of 1")
+    assert len(header) == len(row)
+
+
+def test_contradictory_settings_and_other_trainings_make_no_pair():
+    first = LLAMA | {"gpus": "8", "gbs": "128", "step_time_s": "20"}
+    conflict = first | {"vp": "6", "notes": "config conflict vp: 12 in an earlier release"}
+    others = ({"gpus": "32"}, {"seqlen": "4096"}, {"dtype": "fp8"})
+    changed = [first | {"cp": "1"} | other for other in others]
+    samples = accuracy.usable([parse_row(cells) for cells in (first, conflict, *changed)])[0]
+    assert len(samples) == 5
+    assert layout_ranking.layout_pairs(samples) == []
+    assert len(layout_ranking.release_noise(samples)) == 0

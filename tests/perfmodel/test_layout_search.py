@@ -8,6 +8,7 @@ from test_layout_space import run_of
 from llmb.config.recipe import load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
+from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.step_time.predictor import predict, step_memory
@@ -105,3 +106,11 @@ def test_reasons_are_the_terms_and_settings_that_differ(search):
 def test_limits_leave_room_beside_tensors():
     room = external_room(run_of("llama3.1-8b"))
     assert GPUS["h100"].memory_bytes / GIB - room.limit / GIB > 5  # CUDA context, NCCL buffers, fragmentation
+
+
+def test_layouts_have_room_for_an_uneven_router():
+    experts = run_of("qwen3-30b-a3b")
+    assert external_room(experts).estimate(experts) == step_memory(experts, CAPACITY_FACTOR)
+    assert external_room(experts).estimate(experts).total > step_memory(experts).total
+    dense = run_of("llama3.1-8b")
+    assert external_room(dense).estimate(dense).total == step_memory(dense).total

@@ -91,6 +91,18 @@ def test_every_degree_of_parallelism_helps_where_it_should() -> None:
     assert item.weights / 8 < fsdp.weights < item.weights / 5
 
 
+def test_the_first_stage_of_a_hybrid_has_its_own_layers() -> None:
+    """External engines: four Mamba layers on the first of two stages, as in a model of Mamba layers only."""
+    patterns = ("M-M-M-M-", "MMMM----", "MMMMMMMM")
+    even, first, mamba = (
+        estimate(replace(NEMOTRON, layers=8, pattern=pattern), "h100", 2, train(ga=2), pp=2, engine="megatron_bridge")
+        for pattern in patterns
+    )
+    assert first.weights == pytest.approx(mamba.weights)
+    assert first.activations == pytest.approx(mamba.activations)
+    assert first.weights != pytest.approx(even.weights)
+
+
 def test_experts_are_split_by_their_own_degrees() -> None:
     whole = estimate(GROK, "gb200", 1, train(ga=2))
     ep = estimate(GROK, "gb200", 8, train(ga=2), dp=8, ep=8)

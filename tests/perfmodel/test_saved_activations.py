@@ -68,3 +68,15 @@ def test_ranks_that_share_the_width_of_experts_save_the_tokens_of_all():
     saved = sum(count * block.saved_values for _, count, block in block_stack(model))
     gathered = model.layers * 3 * 2 * model.hidden  # of two experts of a token, for three more ranks
     assert saved_fraction(shared) - saved_fraction(whole) == pytest.approx(gathered / saved)
+
+
+def test_a_fuller_rank_saves_more_routed_tokens_only():
+    """A quarter more of two experts' tokens: before the expert, gate, up and their product."""
+    setup = step_setup("grok1", "gb200", 128, "bf16", gbs=256, tp=4, ep=8)
+    model = setup.shape.model
+    saved = sum(count * block.saved_values for _, count, block in block_stack(model))
+    routed = model.layers * 2 * (model.hidden + 3 * model.experts.ffn)
+    assert saved_fraction(setup, 1.25) - saved_fraction(setup) == pytest.approx(0.25 * routed / saved)
+    assert step_memory(setup, 1.25).activations > step_memory(setup).activations
+    assert step_memory(setup, 1.25).weights == step_memory(setup).weights
+    assert saved_fraction(LLAMA, 1.25) == saved_fraction(LLAMA)

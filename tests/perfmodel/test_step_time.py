@@ -21,7 +21,7 @@ from llmb.perfmodel.step_time.published_rows import engine_of, is_possible, pars
 from llmb.perfmodel.step_time.saved_activations import saved_fraction
 from llmb.perfmodel.step_time.setup_fields import changed_device, parse_scales, scaled
 from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, calibrated, constants
-from llmb.perfmodel.step_time.step_work import block_counts, launched, rank_work, softmax_cost
+from llmb.perfmodel.step_time.step_work import block_counts, launched, rank_work, softmax_cost, stage_layers
 from llmb.perfmodel.step_time.waterfall import TERMS, step_terms, step_work, transfer_time
 
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
@@ -55,6 +55,28 @@ def test_a_small_gemm_costs_at_most_twice_and_n_is_padded():
 def test_uneven_experts_leave_half_a_tile_empty():
     even, uneven = (padded_flops(512, 2048, 2048, 16, 148, ragged) for ragged in (False, True))
     assert uneven / even == pytest.approx((512 + 64) / 512)
+
+
+def test_chunks_of_an_overlapped_gemm_lose_a_quarter_wave_each():
+    whole, chunked = (padded_flops(16384, 4096, 4096, 1, 132, chunks=chunks) for chunks in (1, 8))
+    waves = (16384 / 128) * (4096 / 256) / 132
+    assert chunked / whole == pytest.approx((1 + (0.5 + 7 * 0.25) / waves) / (1 + 0.5 / waves))
+
+
+def test_gemms_are_chunked_where_megatron_overlaps_a_ring_with_them():
+    """Forward of both splits, and the input gradient of a weight split by rows; experts and the head have no ring."""
+    plain = replace(LLAMA_70B, overlap_tp=False)
+    chunked, whole = (rank_work(setup, device("h100")) for setup in (LLAMA_70B, plain))
+
+    def is_longer(passes, reference):
+        return [a.flops > b.flops for a, b in zip(passes, reference, strict=True)]
+
+    assert is_longer(chunked.forward.gemms, whole.forward.gemms) == [True] * 4
+    # Of QKV, projection, gate and up, down: gradients of input and of weight.
+    assert is_longer(chunked.backward.gemms, whole.backward.gemms) == [False, False, True, False] * 2
+    assert chunked.head == whole.head
+    titan = replace(LLAMA_70B, engine="torchtitan")
+    assert rank_work(titan, device("h100")).forward.gemms == whole.forward.gemms
 
 
 def test_gemms_of_a_tensor_parallel_layer_have_its_shapes():
@@ -141,6 +163,16 @@ def test_cuda_graphs_replace_launches_of_the_parts_they_capture():
     assert predict(parts).step_time_s < predict(NEMOTRON_H).step_time_s
 
 
+def test_the_host_replays_every_block_that_is_a_graph_of_its_own():
+    parts = replace(NEMOTRON_H, graph_parts=("attn", "mamba"))
+    assert rank_work(NEMOTRON_H, device("h100")).captured_blocks == 0
+    assert rank_work(parts, device("h100")).captured_blocks == 54 + 10
+    assert rank_work(replace(NEMOTRON_H, graphs=1.0), device("h100")).captured_blocks == 0  # the whole step is one
+    c = calibrated()
+    slow_replay = c | {"host_replay": 10 * c["host_replay"]}
+    assert predict(parts, c=slow_replay).terms["host"] > predict(parts, c=c).terms["host"]
+
+
 def test_the_first_micro_batch_has_no_all_to_all_to_overlap_with():
     once, often = (replace(QWEN, gbs=64 * ga, overlap_experts=True) for ga in (1, 64))
     alone = replace(once, overlap_experts=False)
@@ -173,6 +205,17 @@ def test_transfers_use_links_and_network_at_once():
     c = calibrated() | {"link": 0.5, "network": 0.5, "latency": 1e-5}
     both = Transfer(link_bytes=450e9, network_bytes=50e9, hops=100)
     assert transfer_time(both, device("h100"), c) == pytest.approx(2.0 + 1e-3)
+
+
+def test_a_ring_of_more_chunks_hides_more_of_a_tp_collective():
+    """The same bytes in chunks of a fourth and of an eighth: the first and last of them are exposed."""
+    c = calibrated()
+    for tp in (2, 4, 8):
+        setup = step_setup("llama3.1-70b", "h100", 64, "bf16", gbs=64, tp=tp)
+        exposed, whole = predict(setup).terms["tp"], predict(replace(setup, overlap_tp=False)).terms["tp"]
+        assert exposed / whole == pytest.approx(min(1.0, c["tp_chunks"] / tp))
+    native = step_setup("llama3.1-70b", "h100", 64, "bf16", gbs=64, tp=8, engine="native")
+    assert predict(native).terms["tp"] == predict(replace(native, overlap_tp=False)).terms["tp"]  # it waits for them
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -209,6 +252,19 @@ def test_idle_time_of_the_pipeline_is_that_of_the_schedule():
     outside = ("dp", "optimizer", "overhead", "jitter", "engine")
     pipeline = sum(seconds for name, seconds in terms.items() if name not in outside)
     assert terms["bubble"] / pipeline == pytest.approx(bubble(4, 5, setup.ga), abs=2e-3)
+
+
+def test_stages_of_a_hybrid_count_by_the_work_of_their_layers():
+    """118 layers over 8 ranks: the first has 7 of 54 Mamba and 7 of 54 MLP blocks, the last 6 of each."""
+    assert stage_layers(LLAMA_70B) == (20, 20)
+    uneven = replace(LLAMA_70B, parallel=Parallel(tp=4, pp=8), gpus=32)
+    assert stage_layers(replace(uneven, layers=77)) == (10, 7)
+    fullest, last = stage_layers(step_setup("nemotron-h-56b", "h100", 32, "fp8", gbs=96, tp=4, pp=8))
+    macs = {kind: BLOCK_COSTS[kind](NEMOTRON_H.shape.model).token_macs for kind in ("mamba", "mlp", "attention")}
+    average = (54 * macs["mamba"] + 54 * macs["mlp"] + 10 * macs["attention"]) / 118
+    assert fullest == pytest.approx((7 * macs["mamba"] + 7 * macs["mlp"] + macs["attention"]) / average)
+    assert last == pytest.approx((6 * macs["mamba"] + 6 * macs["mlp"] + macs["attention"]) / average)
+    assert fullest > 15  # layers
 
 
 def test_weak_scaling_grows_slowly():

@@ -2,7 +2,7 @@
 
 A GEMM of m x n x k is one forward product, one for the gradient of its input (m x k x n) and one for that of its weight
 (n x k x m). Its tiles run in waves of one per SM: on average half a wave is lost, and each tile spends `FILL_K` steps
-of K filling its pipeline.
+of K filling its pipeline. A GEMM that overlaps with a TP collective is one for each of its tp chunks.
 """
 
 import math
@@ -18,6 +18,7 @@ FILL_K_OF = {
     "native": 0
 }  # engines that choose algorithms by trial: narrow GEMMs of Llama 1B are as fast as those of 70B
 LOST_WAVES = 0.5
+CHUNK_LOST_WAVES = 0.25  # of each further chunk of a GEMM: the next one, on another stream, fills half of its last wave
 ACCUMULATE_BYTES = 8  # a weight gradient is read and written in fp32
 
 
@@ -42,17 +43,19 @@ class Gemm:
 
 
 def padded_flops(
-    m: float, n: float, k: float, count: float, sms: int, ragged: bool = False, fill_k: int = FILL_K
+    m: float, n: float, k: float, count: float, sms: int, ragged: bool = False, fill_k: int = FILL_K, chunks: int = 1
 ) -> float:
     """Return the FLOPs of `count` GEMMs run together, with those of partial tiles, lost waves and pipeline fill.
 
     `ragged`: m is the mean of uneven numbers of rows, each of which leaves half a tile empty on average.
+    `chunks`: parts of m computed one after another.
     16,384 x 4,096 x 4,096 on 132 SMs: 2,048 tiles in 15.5 waves lose 0.5, 3.2 %; filling 128 of 4,096 costs 3.1 %.
     """
     used_m = m + TILE_M / 2 if ragged else math.ceil(m / TILE_M) * TILE_M
     used_n = math.ceil(n / TILE_N) * TILE_N if n > TILE_N else math.ceil(2 * n / TILE_N) * TILE_N / 2
     waves = count * max(1.0, m / TILE_M) * max(1.0, used_n / TILE_N) / sms
-    return 2.0 * count * used_m * used_n * k * (1 + min(1.0, LOST_WAVES / waves)) * (1 + fill_k / k)
+    lost = LOST_WAVES + (chunks - 1) * CHUNK_LOST_WAVES
+    return 2.0 * count * used_m * used_n * k * (1 + min(1.0, lost / waves)) * (1 + fill_k / k)
 
 
 def block_gemms(setup: StepSetup, kind: str) -> list[Gemm]:

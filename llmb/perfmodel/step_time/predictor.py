@@ -111,8 +111,11 @@ def run_model(setup: StepSetup) -> Model:
     return replace(model, layers=layers, experts=experts, pattern=pattern)
 
 
-def step_memory(setup: StepSetup) -> MemoryEstimate:
-    """Return the memory estimate of the fullest GPU; frozen weights have neither gradients nor optimizer state."""
+def step_memory(setup: StepSetup, routed: float = 1.0) -> MemoryEstimate:
+    """Return the memory estimate of the fullest GPU; frozen weights have neither gradients nor optimizer state.
+
+    `routed`: tokens that its experts get, against an even routing; the native engine has a capacity of its own.
+    """
     if setup.fsdp_ranks is not None:  # as much as a run of one group that has all weights
         dp = setup.fsdp_ranks // setup.parallel.cp
         gpus, gbs = setup.gpus // setup.dp * dp, setup.gbs // setup.dp * dp
@@ -120,7 +123,7 @@ def step_memory(setup: StepSetup) -> MemoryEstimate:
     estimate = memory_estimate(run_config(setup))
     if setup.engine == NATIVE:  # exact
         return estimate
-    activations = estimate.activations * saved_fraction(setup) + whole_logits(setup)
+    activations = estimate.activations * saved_fraction(setup, routed) + whole_logits(setup)
     estimate = replace(estimate, activations=activations)
     return replace(estimate, gradients=0.0, optimizer=0.0) if setup.task == "lora" else estimate
 

@@ -15,12 +15,15 @@ from llmb.perfmodel.step_time.step_work import BF16, OPERAND_BYTES
 SELECTIVE_SAVED = 0.6  # of the activations, with every second GEMM and the attention saved
 
 
-def saved_fraction(setup: StepSetup) -> float:
-    """Return the bytes saved over those of bf16 without recompute of single modules."""
+def saved_fraction(setup: StepSetup, routed: float = 1.0) -> float:
+    """Return the bytes saved over those of bf16 without recompute of single modules.
+
+    `routed`: tokens that the experts of the fullest rank get, against an even routing.
+    """
     plain = saved = 0.0
     for kind, count, block in block_stack(setup.shape.model):
         plain += count * BF16 * block.saved_values
-        saved += count * _saved_bytes(setup, kind, BF16 * block.saved_values)
+        saved += count * _saved_bytes(setup, kind, BF16 * block.saved_values, routed)
     return saved / plain * (SELECTIVE_SAVED if setup.recompute == "selective" else 1.0)
 
 
@@ -44,7 +47,7 @@ def offloaded_bytes(setup: StepSetup) -> float:
     return layers * BF16 * values * saved_fraction(setup) * setup.tokens / split.tp if layers else 0.0
 
 
-def _saved_bytes(setup: StepSetup, kind: str, plain: float) -> float:
+def _saved_bytes(setup: StepSetup, kind: str, plain: float, routed: float) -> float:
     """Bytes per token of one block: the residual, the normalized input, and what the block itself saves."""
     model, operand = setup.shape.model, OPERAND_BYTES[setup.dtype]
     modules = setup.recompute_modules
@@ -59,7 +62,7 @@ def _saved_bytes(setup: StepSetup, kind: str, plain: float) -> float:
     if kind == "mlp":
         return residual if "mlp" in modules else residual + normalized + _projections(model, model.ffn, operand)
     if kind == "experts":
-        experts = _experts(model, operand, "moe_act" in modules, setup.parallel.etp)
+        experts = _experts(model, operand, "moe_act" in modules, setup.parallel.etp, routed)
         return residual if "moe" in modules else residual + normalized + experts
     return plain - 2 * BF16 * model.hidden + residual + normalized
 
@@ -77,7 +80,7 @@ def _projections(model: Model, width: int, operand: float, activated: float = 1.
     return (BF16 * (2 if model.gated else 1) + activated * operand) * width
 
 
-def _experts(model: Model, operand: float, recomputed: bool, etp: int) -> float:
+def _experts(model: Model, operand: float, recomputed: bool, etp: int, load: float) -> float:
     """Each routed token once before its expert; routing weights are part of the activation, so none after it.
 
     Ranks that share the width of experts gather the tokens of all of them.
@@ -86,4 +89,4 @@ def _experts(model: Model, operand: float, recomputed: bool, etp: int) -> float:
     experts = model.experts
     routed = etp * operand * (experts.latent or model.hidden)
     routed += _projections(model, experts.ffn, operand, 0.0 if recomputed else 1.0)
-    return experts.top_k * routed + experts.shared * _projections(model, experts.ffn, operand)
+    return load * experts.top_k * routed + experts.shared * _projections(model, experts.ffn, operand)

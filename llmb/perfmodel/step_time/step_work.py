@@ -7,7 +7,7 @@ Amounts are those of one micro-batch on the average pipeline rank, unless a name
 
 from dataclasses import dataclass
 
-from llmb.config.spec import Model
+from llmb.config.spec import BLOCKS_BY_LETTER, Model
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.step_time.cluster_fabric import Device
@@ -84,6 +84,7 @@ class RankWork:
     head: BlockWork  # LM head and loss, forward and backward, of the last rank
     kernels: float  # of a micro-batch, outside CUDA graphs
     mamba_layers: float  # blocks of Mamba outside CUDA graphs
+    captured_blocks: float  # blocks that are a CUDA graph of their own
     sharded_blocks: float  # blocks whose weights FSDP gathers, outside CUDA graphs
     mlp_flops: float  # forward, of MLPs and experts, as a fraction of all GEMMs
     expert_layers: float
@@ -114,6 +115,7 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
         head=_head(setup, device),
         kernels=factor * sum(count * KERNELS[kind] * launched(setup, kind) for kind, count in counts.items()),
         mamba_layers=counts.get("mamba", 0.0) * launched(setup, "mamba"),
+        captured_blocks=sum(count for kind, count in counts.items() if is_captured(setup, kind)),
         sharded_blocks=sum(counts.values()) * (1.0 - setup.graphs) if split.fsdp else 0.0,
         mlp_flops=_mlp_fraction(setup, counts),
         expert_layers=counts.get("experts", 0.0),
@@ -136,13 +138,36 @@ def block_counts(setup: StepSetup, mtp_depth: int | None = None) -> dict[str, fl
     return counts
 
 
+def stage_layers(setup: StepSetup) -> tuple[float, float]:
+    """Return the layers of the fullest and of the last pipeline rank, in average layers of the model.
+
+    Ranks hold equally many layers, the last one what is left. Layers of hybrids differ: they count by their MACs.
+    """
+    model, pp = setup.shape.model, setup.parallel.pp
+    layers = setup.layer_count + setup.shape.mtp_layers
+    most = -(-layers // pp)
+    if not model.pattern:
+        return most, max(0, layers - most * (pp - 1))
+    kinds = [BLOCKS_BY_LETTER[letter] for letter in model.pattern[: setup.layer_count]]
+    kinds += setup.shape.mtp_blocks * setup.shape.mtp_depth
+    macs = {kind: BLOCK_COSTS[kind](model).token_macs for kind in set(kinds)}
+    average = sum(macs[kind] for kind in kinds) / layers
+    loads = [sum(macs[kind] for kind in kinds[rank * most : (rank + 1) * most]) / average for rank in range(pp)]
+    return max(loads), loads[-1]
+
+
 def launched(setup: StepSetup, kind: str) -> float:
     """Return the fraction of a block's kernels that the host launches one by one."""
     if not setup.graph_parts:
         return 1.0 - setup.graphs
     if kind == "experts":
         return 1.0 - CAPTURED_ROUTING * sum(part.startswith("moe_") for part in setup.graph_parts)
-    return 0.0 if kind.replace("mla", "attention") in [CAPTURED.get(part) for part in setup.graph_parts] else 1.0
+    return 0.0 if is_captured(setup, kind) else 1.0
+
+
+def is_captured(setup: StepSetup, kind: str) -> bool:
+    """Return whether every block of a kind is a CUDA graph of its own, which the host replays."""
+    return kind.replace("mla", "attention") in [CAPTURED.get(part) for part in setup.graph_parts]
 
 
 def _mlp_fraction(setup: StepSetup, counts: dict[str, float]) -> float:
@@ -177,17 +202,28 @@ def _passes(setup: StepSetup, device: Device, gemm: Gemm, layers: float, backwar
     x, w, y = gemm.m * gemm.k * gemm.count, gemm.weights, gemm.m * gemm.n * gemm.count
     sms, fill_k = device.fabric.sms, FILL_K_OF.get(setup.engine, FILL_K)
 
-    def gemm_pass(m: float, n: float, k: float, traffic: float) -> GemmPass:
+    def gemm_pass(m: float, n: float, k: float, traffic: float, chunks: int = 1) -> GemmPass:
         ragged = gemm.count > 1 and m == gemm.m
-        flops = layers * padded_flops(m, n, k, gemm.count, sms, ragged, fill_k)
+        flops = layers * padded_flops(m, n, k, gemm.count, sms, ragged, fill_k, chunks)
         return GemmPass(flops, layers * traffic, gemm.low, gemm.count > 1)
 
+    chunks = _tp_chunks(setup, gemm, backward)
     if not backward:
-        return [gemm_pass(gemm.m, gemm.n, gemm.k, operand * (x + w) + BF16 * y)]
-    passes = [gemm_pass(gemm.m, gemm.k, gemm.n, operand * (y + w) + BF16 * x)]
+        return [gemm_pass(gemm.m, gemm.n, gemm.k, operand * (x + w) + BF16 * y, chunks)]
+    passes = [gemm_pass(gemm.m, gemm.k, gemm.n, operand * (y + w) + BF16 * x, chunks)]
     if setup.task != "lora":
         passes.append(gemm_pass(gemm.n, gemm.k, gemm.m, operand * (x + y) + ACCUMULATE_BYTES * w))
     return passes
+
+
+def _tp_chunks(setup: StepSetup, gemm: Gemm, backward: bool) -> int:
+    """Return the chunks in which Megatron computes a GEMM or its input gradient, to overlap a TP collective with it.
+
+    The collectives of an input gradient split by columns overlap whole with that GEMM and the one of the weight.
+    """
+    whole = not gemm.tp_split or (backward and gemm.tp_split == "columns")
+    is_chunked = setup.overlap_tp and setup.engine.startswith("megatron") and not whole
+    return setup.parallel.tp if is_chunked else 1
 
 
 def _quantized(setup: StepSetup, gemm: Gemm, backward: bool) -> float:

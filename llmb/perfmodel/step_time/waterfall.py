@@ -17,7 +17,14 @@ from llmb.perfmodel.step_time.native_work import explicit_recompute, is_explicit
 from llmb.perfmodel.step_time.saved_activations import offloaded_bytes
 from llmb.perfmodel.step_time.step_constants import ENGINES
 from llmb.perfmodel.step_time.step_setup import StepSetup
-from llmb.perfmodel.step_time.step_work import QUANTIZED_KERNELS, SELECTIVE, BlockWork, RankWork, rank_work
+from llmb.perfmodel.step_time.step_work import (
+    QUANTIZED_KERNELS,
+    SELECTIVE,
+    BlockWork,
+    RankWork,
+    rank_work,
+    stage_layers,
+)
 
 TERMS = (
     "gemm", "attention", "scan", "memory_bound", "quantization", "recompute", "tp", "cp", "ep", "pp", "dp", "fsdp",
@@ -140,7 +147,7 @@ def step_terms(step: StepWork, c: Constants) -> dict[str, float]:
     terms = dict.fromkeys(TERMS, 0.0)
     for name in forward:
         terms[name] = forward[name] + backward[name]
-    terms["tp"] = (c["exposed_tp"] if setup.overlap_tp else 1.0) * transfer_time(traffic.tp, on, c)
+    terms["tp"] = _exposed_tp(setup, c) * transfer_time(traffic.tp, on, c)
     terms["cp"] = c["exposed_cp"] * transfer_time(traffic.cp, on, c)
     all_to_all = "all_to_all" if setup.dispatcher in ("alltoall", "tokendrop") else "fused_all_to_all"
     ep = transfer_time(traffic.ep, on, c, all_to_all) + transfer_time(traffic.etp, on, c)
@@ -170,6 +177,16 @@ def step_terms(step: StepWork, c: Constants) -> dict[str, float]:
     factor = ENGINES[setup.engine][0]
     terms["engine"] = (total + terms["jitter"]) * ((c[factor] if factor else 1.0) - 1.0)
     return terms
+
+
+def _exposed_tp(setup: StepSetup, c: Constants) -> float:
+    """Return the part of TP collectives that GEMMs do not hide.
+
+    Overlapped, a collective is a ring of tp chunks, each sent during the GEMM of another: the first and last are alone.
+    The native engine waits for its collectives.
+    """
+    is_overlapped = setup.overlap_tp and setup.engine != NATIVE
+    return min(1.0, c["tp_chunks"] / setup.parallel.tp) if is_overlapped else 1.0
 
 
 def _recomputed_part(setup: StepSetup) -> float:
@@ -207,6 +224,7 @@ def _exposed_host(step: StepWork, c: Constants, gpu: float) -> float:
     """
     setup, work = step.setup, step.work
     launches = work.kernels * c["host_kernel"] + work.mamba_layers * c["host_mamba"]
+    launches += work.captured_blocks * c["host_replay"]
     if setup.engine.startswith("megatron"):
         launches += work.sharded_blocks * c["host_fsdp"]
     kernels = 1.0 if setup.dtype == "bf16" else QUANTIZED_KERNELS
@@ -248,10 +266,8 @@ def _pipeline_idle(step: StepWork, micro_batch: float, head: float) -> float:
     setup, split = step.setup, step.setup.parallel
     if split.pp == 1:
         return 0.0
-    layers = setup.layer_count + setup.shape.mtp_layers
-    layer = micro_batch * split.pp / layers
-    most = -(-layers // split.pp)
-    last = max(0, layers - most * (split.pp - 1))
+    layer = micro_batch * split.pp / (setup.layer_count + setup.shape.mtp_layers)
+    most, last = stage_layers(setup)
     slowest = max(most * layer, last * layer + head)
     ramp = (split.pp - 1) / (split.vp or 1) * micro_batch
     return setup.ga * (slowest - micro_batch - head / split.pp) + ramp

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR
 from llmb.perfmodel.hardware import GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate
 from llmb.perfmodel.step_time.predictor import step_memory
@@ -47,10 +48,11 @@ def external_room(setup: StepSetup) -> MemoryRoom:
     capacity = setup.gpu_memory_bytes
     limit = math.inf if capacity is None else usable_fraction(setup) * capacity
     native = setup.engine == "native"  # whose own estimate is exact and takes longer
-    return MemoryRoom(
-        limit=limit,
-        estimate=lambda candidate: step_memory(replace(candidate, engine=DEFAULT_ENGINE) if native else candidate),
-    )
+
+    def estimate(candidate: StepSetup) -> MemoryEstimate:
+        return step_memory(replace(candidate, engine=DEFAULT_ENGINE) if native else candidate, CAPACITY_FACTOR)
+
+    return MemoryRoom(limit=limit, estimate=estimate)
 
 
 def fitting_variants(
