@@ -171,24 +171,35 @@ class Checkpointer:
                 dist.barrier(self._group)  # else rank 0 could delete, as left by a killed run, what another one created
             writer = dcp.FileSystemWriter(checkpoint_folder.partial_path(final))
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
-            if self._faults is not None:
-                self._faults.during_checkpoint(step, checkpoint_folder.partial_path(final))
-            files = self._checksums(checkpoint_folder.partial_path(final))
+            files = self._checksums(step, checkpoint_folder.partial_path(final))
             if is_rank0:
                 checkpoint_folder.commit(final, self._identity, FORMAT, files)
         except FAILURES as error:
             checkpoint_folder.discard_partial(final)
             raise LaunchError(f"cannot write checkpoint {final}: {_reason(error)}") from error
 
-    def _checksums(self, partial: Path) -> FileChecksums:
-        """Return the checksums of the files of all ranks; each reads its own, which it has just written."""
+    def _checksums(self, step: int, partial: Path) -> FileChecksums:
+        """Return the checksums of the files of all ranks; each reads its own, which it has just written.
+
+        If one rank fails, all do, for its reason: it must not delete the folder that others still read.
+        """
         written = [
             *partial.glob(f"__{self._mesh.rank}_*"),
             *(partial.glob(".metadata") if self._mesh.rank == 0 else ()),
         ]
+        files: FileChecksums = {}
+        failure: OSError | None = None
+        try:
+            if self._faults is not None:
+                self._faults.during_checkpoint(step, partial)
+            files = checksums(written)
+        except OSError as error:
+            failure = error
         merged: FileChecksums = {}
-        for files in self._gather(checksums(written)):
-            merged |= files
+        for rank_files, reason in self._gather((files, None if failure is None else _reason(failure))):
+            if reason is not None:
+                raise OSError(reason) from failure
+            merged |= rank_files
         return merged
 
 

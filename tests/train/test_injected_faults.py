@@ -1,7 +1,8 @@
 """Injected faults: the run restarts after each, and its losses are those of the undisturbed run, bit for bit."""
 
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from llmb.results.goodput.run_starts import run_starts
 from llmb.results.result import Result
 from llmb.runtime.faults import fault_injector
 from llmb.runtime.recorder import EventRecorder
+from llmb.train import train_checkpoint
 
 TEN_FAULTS = (
     Fault(kind="rank_killed", step=2, rank=1),  # before the first checkpoint
@@ -94,6 +96,22 @@ def test_every_rank_of_a_lost_node_records_the_fault(tmp_path: Path, monkeypatch
     recorded = [event for recorder in reversed(recorders) for event in read_all([recorder.path])]
     (start,) = run_starts([RunLaunched(time=0.0, start=0, step=0), *recorded])
     assert [(fault.fault, fault.rank, fault.time) for fault in start.faults] == [(0, 0, recorded[1].time)]
+
+
+def test_disk_that_is_full_on_one_rank_is_the_reason_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 still reads its own file when rank 0 has failed: the folder must be there as long as that."""
+    checksums = train_checkpoint.checksums
+
+    def slow_checksums(paths: Iterable[Path]) -> dict:
+        time.sleep(0.3)
+        return checksums(paths)
+
+    monkeypatch.setattr(train_checkpoint, "checksums", slow_checksums)
+    plan = FaultInjection(faults=(Fault(kind="disk_full", step=3, rank=0),), source="one.yaml")
+    _, result, _ = run(with_faults(small_run(steps=4), plan), tmp_path)
+    (fault,) = result.goodput.faults
+    assert fault.reason.startswith("cannot write checkpoint ")
+    assert fault.reason.endswith("No space left on device")
 
 
 @pytest.mark.slow

@@ -98,7 +98,8 @@ def _check_fault(fault: Fault, where: str, work: Training, ranks: int) -> None:
         raise ConfigError(f"{where}: no checkpoint follows step {fault.step}; it must be a multiple of {every}")
     if fault.node_ranks is not None and not (fault.kind == "node_lost" and 1 <= fault.node_ranks <= ranks):
         raise ConfigError(f"{where}: node_ranks is for node_lost, from 1 to {ranks}")
-    if not 0 < fault.slow_s <= 3600 or not 1 <= fault.slow_steps <= work.steps:
+    is_slow = fault.kind == "slow_rank"
+    if is_slow and not (0 < fault.slow_s <= 3600 and 1 <= fault.slow_steps <= work.steps):
         raise ConfigError(f"{where}: slow_s must be above 0 and at most 3600, slow_steps 1 to {work.steps}")
 
 
