@@ -28,7 +28,7 @@ from llmb.launch.run_folder import RunFolder
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.parametrize("reported_late", [False, True])
+@pytest.mark.parametrize("reported_late", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_killed_rank_is_reported(slurm, submit, reported_late):
     """Also if its node tells srun of it after the peer that lost the connection has exited."""
     job, run = submit(*LONG, "--no-report")

@@ -95,7 +95,9 @@ def h200_plan(recipes: Any, size: str, **settings: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("device_gib", "tokens_per_s"), [(125, 1800), (24, 1500)])
+@pytest.mark.parametrize(
+    ("device_gib", "tokens_per_s"), [(125, 1800), pytest.param(24, 1500, marks=pytest.mark.nightly)]
+)
 def test_70b_is_planned_on_one_gpu_and_a_host_of_125_gib(recipes: Any, device_gib: int, tokens_per_s: float) -> None:
     work = h200_plan(
         recipes, "70b", host_gib=110, device_gib=device_gib, lora_rank=16, frozen_weights="fp8", seqlen=8192
