@@ -42,6 +42,7 @@ def processes_of(install):
     return ids
 
 
+@pytest.mark.nightly  # others kill and resume sweeps of one server
 def test_a_sweep_of_two_servers_is_killed_and_resumes(tmp_path):
     """No server survives, no finished point is lost, and each variant has a server of its own."""
     process = start(tmp_path, *ENGINE, *CLIENT, "--concurrency", "1..2", "--set", "max_num_tokens=64,128")
