@@ -11,18 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 from llmb.ops.quant.activation_quant import GROUP
-from llmb.ops.quant.fp8_quant_triton import load_tile, max_nan, pack_fp8, store_fourth, tile_count, tile_origin, to_fp8
+from llmb.ops.quant.fp8_quant_triton import (
+    invert,
+    load_tile,
+    magnitude_bits,
+    max_nan,
+    pack_fp8,
+    store_fourth,
+    tile_count,
+    tile_origin,
+    to_fp8,
+)
 from llmb.ops.quant.scaled_fp8 import ScaledFp8
 
 QUADS, WARPS = GROUP // 4, 8
 _E4M3_MAX = tl.constexpr(448.0)
 _MIN_AMAX = tl.constexpr(2.0**-100)
-
-
-@triton.jit
-def _magnitude_bits(x):
-    """Integers that have the order of the magnitudes, NaN last."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -32,15 +36,10 @@ def _scale(bits):
 
 
 @triton.jit
-def _inverse(scales):
-    return tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
-
-
-@triton.jit
 def _channel_bits(x0, x1, x2, x3):
     """The largest magnitude of each channel of a tile."""
-    low = tl.maximum(tl.max(_magnitude_bits(x0), 0), tl.max(_magnitude_bits(x1), 0))
-    return tl.maximum(low, tl.maximum(tl.max(_magnitude_bits(x2), 0), tl.max(_magnitude_bits(x3), 0)))
+    low = tl.maximum(tl.max(magnitude_bits(x0), 0), tl.max(magnitude_bits(x1), 0))
+    return tl.maximum(low, tl.maximum(tl.max(magnitude_bits(x2), 0), tl.max(magnitude_bits(x3), 0)))
 
 
 @triton.jit
@@ -50,9 +49,9 @@ def _store_row_groups(
 ):  # fmt: skip
     """Every fourth row, from this one on, and its scales."""
     t = 4 * tl.arange(0, QUADS) + FOURTH
-    scales = _scale(tl.max(_magnitude_bits(x), 1))
+    scales = _scale(tl.max(magnitude_bits(x), 1))
     tl.store(scales_base + t, scales, mask=t < rows_left)
-    values = to_fp8(x, _inverse(scales)[:, None], False)
+    values = to_fp8(x, invert(scales)[:, None], False)
     store_fourth(values, rows_base, stride, rows_left, channels_left, FOURTH, QUADS, CHANNELS)
 
 
@@ -84,7 +83,7 @@ def _quantize_groups_of_128(
         group = (token // (4 * QUADS)).to(tl.int64) * column_group_stride
         tl.store(column_scales_ptr + group + channel + tl.arange(0, CHANNELS), scales_K)
         base = words_ptr + (channel.to(tl.int64) * words_stride + token // 4)
-        _store_columns(x0, x1, x2, x3, _inverse(scales_K)[None, :], base, words_stride, QUADS, CHANNELS)
+        _store_columns(x0, x1, x2, x3, invert(scales_K)[None, :], base, words_stride, QUADS, CHANNELS)
 
 
 @triton.jit(do_not_specialize=["n"])

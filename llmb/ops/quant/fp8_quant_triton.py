@@ -59,6 +59,18 @@ def max_abs(x0, x1, x2, x3):
 
 
 @triton.jit
+def magnitude_bits(x):
+    """Integers that have the order of the magnitudes, NaN last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def invert(scales):
+    """1 / scales, rounded to nearest."""
+    return tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+
+
+@triton.jit
 def max_nan(x, y):
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 

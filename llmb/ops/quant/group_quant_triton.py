@@ -10,7 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from llmb.ops.quant.delayed_scaling import reduce_amax
-from llmb.ops.quant.fp8_quant_triton import CHANNELS, QUADS, WARPS, load_tile, pack_fp8, store_fourth, to_fp8
+from llmb.ops.quant.fp8_quant_triton import (
+    CHANNELS,
+    QUADS,
+    WARPS,
+    invert,
+    load_tile,
+    magnitude_bits,
+    pack_fp8,
+    store_fourth,
+    to_fp8,
+)
 from llmb.ops.quant.group_quant import TILE, AmaxReductions, GroupedFp8, GroupOffsets, amax_to_scale_
 
 AMAX_CHANNELS, AMAX_WARPS = 64, 8  # of a tile of the first kernel, which transposes nothing
@@ -37,7 +47,7 @@ def _group_amax(
         row_mask, channel_mask = first + t < end, channel + k < K
         pointers = x_ptr + (first * x_stride + channel) + (t[:, None] * x_stride + k[None, :])
         x = tl.load(pointers, mask=row_mask[:, None] & channel_mask[None, :], other=0.0).to(tl.float32)
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = magnitude_bits(x)
         if ROWS:
             tl.atomic_max(row_ptr + first + t, tl.max(bits, 1), mask=row_mask, sem="relaxed")
         if COLUMNS:
@@ -65,7 +75,7 @@ def _quantize_groups(
         if COLUMNS:
             k, quad = tl.arange(0, CHANNELS), tl.arange(0, QUADS)
             scales = tl.load(column_scales_ptr + group * K + channel + k, mask=channel + k < K, other=1.0)
-            words = pack_fp8(x0, x1, x2, x3, _inverse(scales)[None, :], False)
+            words = pack_fp8(x0, x1, x2, x3, invert(scales)[None, :], False)
             # Groups start at multiples of 16 columns, or 4 words, and so do rows: with that hint, stores take 16 bytes.
             word, last = tl.multiple_of(column // 4, 4), tl.multiple_of(last_column // 4, 4)
             base = words_ptr + (word + channel.to(tl.int64) * (4 * quad_words))
@@ -80,13 +90,8 @@ def _store_rows(
 ):  # fmt: skip
     """Every fourth row, from this one on, divided by its own scale."""
     t = 4 * tl.arange(0, QUADS) + FOURTH
-    inverse = _inverse(tl.load(scales_ptr + t, mask=t < rows_left, other=1.0))[:, None]
+    inverse = invert(tl.load(scales_ptr + t, mask=t < rows_left, other=1.0))[:, None]
     store_fourth(to_fp8(x, inverse, False), base, stride, rows_left, channels_left, FOURTH, QUADS, CHANNELS)
-
-
-@triton.jit
-def _inverse(scales):
-    return tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
 
 
 def quantize_groups_triton_(
