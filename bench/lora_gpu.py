@@ -16,29 +16,18 @@ import argparse
 import time
 
 from options import build_parser, parse_options, select_rows
-from outofcore_rows import LORA_ROWS, models, tiny_models, tiny_row
+from outofcore_rows import LORA_ROWS
 
 PARTS = ("rows",)
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the requested rows. Imports torch here: processes that only plan do not need it."""
-    import torch
     from outofcore_bench import Bench
     from outofcore_table import table
 
     rows = select_rows(LORA_ROWS, options.row)
-    bench = Bench(
-        device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
-        models=tiny_models() if options.tiny else models(),
-        rows=tuple(tiny_row(row) if options.tiny else row for row in rows),
-        steps=options.steps,
-        tiny=options.tiny,
-        json=options.json,
-        profile=None,
-    )
-    print(bench.machine, flush=True)
-    bench.record("machine", bench.machine)
+    bench = Bench.of(options, rows)
     table(bench, bench.rates(), with_rows=True, with_batch=False)
     print(f"\n{time.perf_counter() - bench.began:.0f} seconds in all")
 

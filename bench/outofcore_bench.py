@@ -1,12 +1,14 @@
-"""Shared state of the parts of `outofcore_gpu.py`: device, rates, host slab."""
+"""Shared state of the parts of `outofcore_gpu.py` and of `lora_gpu.py`: device, rates, host slab."""
 
+import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from device import DeviceReport, release_memory
-from outofcore_rows import Row
+from outofcore_rows import Row, models, tiny_models, tiny_row
 
 from llmb.config.spec import Model
 from llmb.models.llama_layer.linear_gemms import LinearGemms
@@ -28,6 +30,22 @@ class Bench(DeviceReport):
     steps: int  # that count, of each row
     tiny: bool
     profile: Path | None  # a folder for the first row's; none: it is not profiled
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, rows: Sequence[Row], profile: Path | None = None) -> "Bench":
+        """Return the run that a command line asks for, and print its machine."""
+        bench = cls(
+            device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
+            models=tiny_models() if options.tiny else models(),
+            rows=tuple(tiny_row(row) if options.tiny else row for row in rows),
+            steps=options.steps,
+            tiny=options.tiny,
+            json=options.json,
+            profile=profile,
+        )
+        print(bench.machine, flush=True)
+        bench.record("machine", bench.machine)
+        return bench
 
     def rates(self) -> Rates:
         """Measure the sustained rates of the device as `llmb-run probe` does, for a shorter time."""

@@ -21,30 +21,19 @@ import time
 from pathlib import Path
 
 from options import build_parser, parse_options, select_rows
-from outofcore_rows import ROWS, models, tiny_models, tiny_row
+from outofcore_rows import ROWS
 
 PARTS = ("rates", "rows", "batch", "peer")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the requested parts. Imports torch here: processes that only plan do not need it."""
-    import torch
     from outofcore_bench import Bench
     from outofcore_peers import peers
     from outofcore_table import table
 
     parts, rows = options.parts, select_rows(ROWS, options.row)
-    bench = Bench(
-        device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
-        models=tiny_models() if options.tiny else models(),
-        rows=tuple(tiny_row(row) if options.tiny else row for row in rows),
-        steps=options.steps,
-        tiny=options.tiny,
-        json=options.json,
-        profile=None if options.profile is None else Path(options.profile) / "profile",
-    )
-    print(bench.machine, flush=True)
-    bench.record("machine", bench.machine)
+    bench = Bench.of(options, rows, None if options.profile is None else Path(options.profile) / "profile")
     if parts - {"peer"}:
         rates = bench.rates()
         if parts & {"rows", "batch"}:
