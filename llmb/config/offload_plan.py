@@ -88,6 +88,11 @@ class Plan:
         return self.lora is None and (self.rounds > 1 or self.update_at == "forward")
 
     @property
+    def recipe(self) -> str | None:
+        """Return the fp8 recipe by name; None: no fp8."""
+        return self.fp8_recipe or ("tensorwise_delayed" if self.dtype == "fp8" else None)
+
+    @property
     def widens_weights(self) -> bool:
         """Return whether frozen weights are in fp8, so that GEMMs take a widened copy."""
         return self.lora is not None and self.lora.frozen_weights == "fp8"

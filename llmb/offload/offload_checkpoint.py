@@ -41,8 +41,7 @@ CheckpointIdentity = dict[str, Any]
 def checkpoint_identity(model: Model, plan: Plan, workload: OutOfCore, data: TokenFile | None) -> CheckpointIdentity:
     """Return what determines a checkpoint's values: model shape, dtypes, order of the data, and learning rate."""
     shape = {f"model.{name}": value for name, value in to_plain(model).items() if name != "name"}
-    recipe = plan.fp8_recipe or ("tensorwise_delayed" if plan.dtype == "fp8" else None)
-    dtypes = {"dtype": plan.dtype, "fp8_recipe": recipe, "update": plan.update, "pack": workload.pack}
+    dtypes = {"dtype": plan.dtype, "fp8_recipe": plan.recipe, "update": plan.update, "pack": workload.pack}
     return shape | dtypes | _lora_identity(workload, plan) | data_course(workload, plan.gbs, data)
 
 

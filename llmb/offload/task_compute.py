@@ -19,7 +19,7 @@ from llmb.config.spec import Model
 from llmb.models.autograd_layer import AutogradLayer
 from llmb.models.llama_layer.fp8_layer_weights import PassName, QuantizedLayerWeights
 from llmb.models.llama_layer.layer import LlamaLayer
-from llmb.models.llama_layer.layer_recipes import DEFAULT, LAYER_RECIPES, Fp8ModelWeights
+from llmb.models.llama_layer.layer_recipes import LAYER_RECIPES, Fp8ModelWeights
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.models.llama_layer.lora_linears import LoraLinears
@@ -106,11 +106,10 @@ class TaskRunner:
         self.rope_rows, self.seed = rope_rows, seed
         self.buckets, self.dtypes = ParamBuckets(model), offload_dtypes(plan)
         self.weight_names = [*layer_weight_shapes(model)]
-        recipe = plan.fp8_recipe or DEFAULT
-        self.fp8 = Fp8ModelWeights(model, arena.device, recipe) if plan.dtype == "fp8" else None
+        self.fp8 = None if plan.recipe is None else Fp8ModelWeights(model, arena.device, plan.recipe)
         self.adapters = AdapterState(model, plan, arena.buffer("adapters", 0)) if plan.lora is not None else None
         self.widened = WidenedWeights(model, self.dtypes.activation, arena.device) if plan.widens_weights else None
-        linears: Any = PlainLinears if self.fp8 is None else LAYER_RECIPES[recipe].linears
+        linears: Any = PlainLinears if plan.recipe is None else LAYER_RECIPES[plan.recipe].linears
         linears = linears if self.adapters is None else LoraLinears
         self.layers: dict[str, LlamaLayer[Any]] = {}  # by letter of the attention pattern; or else
         self.autograd_layers: dict[str, AutogradLayer] = {}
