@@ -12,6 +12,7 @@ chunks of a round in each. Matrices are quantized anew when another layer, or th
 run in between.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Generic, Literal, NamedTuple
@@ -58,7 +59,7 @@ class Fp8Buffers(NamedTuple):
         )
 
 
-class QuantizedLayerWeights(Generic[Matrix]):
+class QuantizedLayerWeights(ABC, Generic[Matrix]):
     """Weights of a layer as `quantized_linears.py` takes them."""
 
     def __init__(self, weights: LayerWeights):
@@ -91,9 +92,9 @@ class QuantizedLayerWeights(Generic[Matrix]):
             self._quantized[name, layout] = self._cast(name, layout == "rows", layout == "columns")
         return self._quantized[name, layout]
 
+    @abstractmethod
     def _cast(self, name: str, rows: bool, columns: bool) -> Matrix:
         """Return a matrix in the requested layouts."""
-        raise NotImplementedError
 
 
 class Fp8LayerWeights(QuantizedLayerWeights[Fp8Tensor]):

@@ -10,6 +10,7 @@ inputs are written in both layouts at once, except for the activation, of which 
 Shapes as in `layer_tensors.py`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -25,32 +26,32 @@ Matrix = TypeVar("Matrix", Fp8Tensor, ScaledFp8)
 Produce = Callable[..., Any]  # what `_gathered` of the recipe calls to get a tensor
 
 
-class QuantizedLinears(ResidualLinears, Generic[Matrix]):
+class QuantizedLinears(ResidualLinears, ABC, Generic[Matrix]):
     """Linears with fp8 operands; see `linears.LayerLinears`."""
 
     layer: Any  # a QuantizedLayerWeights of the same matrices
 
+    @abstractmethod
     def _norm(self, x_SC: Tensor, weight_C: Tensor) -> Produce:
         """Return how the normed residual is produced."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _cast(self, x_NK: Tensor) -> Produce:
         """Return how a tensor that exists is produced."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _activation(self, gate_up_N2F: Tensor) -> Matrix:
         """Return the input of the down projection."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _activation_backward(self, dout: Matrix, gate_up_N2F: Tensor) -> tuple[Matrix, Matrix]:
         """Return the gradient of gate and up, and the activation, which the gradient of the down projection takes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _gathered(
         self, name: str, produce: Produce, like: Tensor, tp: TensorParallel | None, rows: bool, columns: bool
     ) -> Matrix:
         """Return a tensor, all tokens of it, in the requested layouts; `tp` gathers it, None if it is whole."""
-        raise NotImplementedError
 
     def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
         x = self._forward_input("x1", self._norm(input_SC, self.layer.norm1_C), input_SC, self.tp)

@@ -1,4 +1,4 @@
-"""fp8 recipes with many scales per tensor, from the values at each use: nothing is kept from step to step.
+"""fp8 recipes with many scales per tensor, from the values at each use: there is no state from step to step.
 
     scales = RowwiseScaling(reductions)                 # or BlockwiseScaling
     x8 = scales.empty(*x_NK.shape, device, rows=True, columns=True)
@@ -55,10 +55,10 @@ class VectorScaling:
         raise NotImplementedError
 
     def update(self) -> None:
-        """End a step, of which nothing is kept."""
+        """End a step, which leaves no state."""
 
     def restart_step(self) -> None:
-        """Begin a step again, of which nothing was kept."""
+        """Begin a step again, which has left no state."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return no state."""

@@ -10,8 +10,8 @@ Gradients and optimizer state are used in the same order again and again: there 
 buffer is not free yet. Of these the least recently used is evicted, and copies overlap with computation. All that is
 waited for stands earlier in the program, so there is no deadlock, whatever the order in which a GPU gets to it.
 Parameter buckets have host slots of their own; activations share theirs, and so do gradients where each is consumed as
-soon as it is complete: there few or none go to the host. Buckets that live on disk have no slot: what is said of the
-host holds for their files.
+soon as it is complete: there few or none go to the host. Buckets that live on disk have no host slot but a
+place in a file, to which the same applies.
 """
 
 from bisect import bisect_right
