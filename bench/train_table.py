@@ -3,6 +3,7 @@
 import sys
 import traceback
 from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
 from train_bench import Bench
@@ -35,7 +36,11 @@ class Outcome:
     tokens_per_s: float
     tflops: float | None
     mfu: float | None
-    ceiling: float
+    ceilings: tuple[float, float]  # timed before and after the row: one alone scatters by 1 % on the same chip
+
+    @property
+    def ceiling(self) -> float:
+        return mean(self.ceilings)
 
     @property
     def share(self) -> float:
@@ -146,7 +151,7 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
     altered = f"; {config.proxy}" if config.proxy else ""
     bench.print_heading(f"{row.title}: {work.gbs} x {work.seqlen} tokens a step, {work.mbs} at once{altered}")
     try:
-        ceiling = bench.ceiling(config)
+        ceiling_before = bench.ceiling(config)
         done = trained(config, order, bench.device)
     except Exception as error:  # out of memory, a kernel that fails: the other rows do not depend on it
         if not isinstance(error, OutOfMemory | LlmbError):  # which say all there is to say
@@ -157,14 +162,16 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
         bench.clear()
     if done is None:
         return None
+    ceilings = ceiling_before, bench.ceiling(config, again=True)
     step_flops = work.gbs * flops.train_flops_per_sequence(config.model, work.seqlen, "causal")
     tflops = metrics.tflops_per_gpu(step_flops, done.step_s, 1)
     outcome = Outcome(
         row=row, config=config, trained=done, tokens_per_s=work.gbs * work.seqlen / done.step_s, tflops=tflops,
-        mfu=metrics.mfu(tflops, bench.peak(row.dtype)), ceiling=ceiling,
+        mfu=metrics.mfu(tflops, bench.peak(row.dtype)), ceilings=ceilings,
     )  # fmt: skip
     steps = f"median of {len(done.seconds)} steps, {min(done.seconds):.3f} to {max(done.seconds):.3f} s"
-    print(f"  {outcome.tokens_per_s:,.0f} tokens/s, {outcome.share:.3f} of the ceiling; {steps}", flush=True)
+    print(f"  {outcome.tokens_per_s:,.0f} tokens/s, {outcome.share:.3f} of the ceiling; {steps}")
+    print("  ceiling before and after the row: {:,.0f}, {:,.0f} tokens/s".format(*ceilings), flush=True)
     bench.record("rows", _record(outcome))
     return outcome
 
@@ -188,6 +195,7 @@ def _print_table(bench: Bench, done: list[Outcome]) -> None:
             for o in done
         ],
         "ratio: of the ceiling, the best library time of each GEMM and attention call of the step",
+        "ceiling: mean of those timed before and after the row",
         "MFU: of the published peak of the format; FLOPs of causal attention, whatever the model",
     )  # fmt: skip
 
@@ -198,6 +206,6 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         "title": outcome.row.title, "row": asdict(outcome.row), "proxy": outcome.config.proxy,
         "work": asdict(work), "tokens_per_s": outcome.tokens_per_s, "step_s": done.step_s, "seconds": done.seconds,
         "first_step_s": done.first_s, "losses": done.losses, "tflops": outcome.tflops, "mfu": outcome.mfu,
-        "memory_bytes": done.memory_bytes, "ceiling": outcome.ceiling, "ratio": outcome.share,
-        "verdict": outcome.verdict,
+        "memory_bytes": done.memory_bytes, "ceilings": outcome.ceilings, "ceiling": outcome.ceiling,
+        "ratio": outcome.share, "verdict": outcome.verdict,
     }  # fmt: skip

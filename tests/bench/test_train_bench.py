@@ -168,7 +168,13 @@ def test_classes_of_kernels(operation, name, kind):
 
 def test_verdicts():
     outcome = table.Outcome(
-        row=LLAMA, config=None, trained=None, tokens_per_s=12_100.0, tflops=None, mfu=None, ceiling=12_400.0
+        row=LLAMA,
+        config=None,
+        trained=None,
+        tokens_per_s=12_100.0,
+        tflops=None,
+        mfu=None,
+        ceilings=(12_300.0, 12_500.0),
     )
     assert outcome.verdict == "aim"
     assert replace(outcome, tokens_per_s=11_700.0).verdict == "floor"
@@ -186,6 +192,7 @@ def test_failed_row_is_named_and_the_next_one_runs(tmp_path, capsys):
     assert table.measured(running, LLAMA, config, order).tokens_per_s > 0
     failed, done = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert "recompute_layers=99" in failed["error"]
+    assert done["ceiling"] == pytest.approx(sum(done["ceilings"]) / 2)
     assert done["ratio"] == pytest.approx(done["tokens_per_s"] / done["ceiling"])
 
 
