@@ -72,9 +72,9 @@ class Bench(DeviceReport):
             self.clear()
         return [call for call in new if not isinstance(call, MemoryCall)]
 
-    def ceiling(self, config: RunConfig, *, again: bool = False) -> float:
-        """Tokens/s when a step is its library calls and nothing else; `again` times them anew."""
-        if again:
+    def ceiling(self, config: RunConfig, *, remeasure: bool = False) -> float:
+        """Tokens/s when a step is its library calls and nothing else; `remeasure` times them once more."""
+        if remeasure:
             for call in calls_of(config):
                 self.seconds.pop(call, None)
         self.measure(config)

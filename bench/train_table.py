@@ -162,7 +162,7 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
         bench.clear()
     if done is None:
         return None
-    ceilings = ceiling_before, bench.ceiling(config, again=True)
+    ceilings = ceiling_before, bench.ceiling(config, remeasure=True)
     step_flops = work.gbs * flops.train_flops_per_sequence(config.model, work.seqlen, "causal")
     tflops = metrics.tflops_per_gpu(step_flops, done.step_s, 1)
     outcome = Outcome(
