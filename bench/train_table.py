@@ -3,7 +3,6 @@
 import sys
 import traceback
 from dataclasses import asdict, dataclass, replace
-from statistics import mean
 from typing import Any
 
 from train_bench import Bench
@@ -36,11 +35,7 @@ class Outcome:
     tokens_per_s: float
     tflops: float | None
     mfu: float | None
-    ceilings: tuple[float, float]  # timed before and after the row: one alone scatters by 1 % on the same chip
-
-    @property
-    def ceiling(self) -> float:
-        return mean(self.ceilings)
+    ceiling: float
 
     @property
     def share(self) -> float:
@@ -153,6 +148,8 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
     try:
         ceiling_before = bench.ceiling(config)
         done = trained(config, order, bench.device)
+        bench.clear()
+        bench.remeasure(config)
     except Exception as error:  # out of memory, a kernel that fails: the other rows do not depend on it
         if not isinstance(error, OutOfMemory | LlmbError):  # which say all there is to say
             traceback.print_exc()
@@ -162,16 +159,15 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
         bench.clear()
     if done is None:
         return None
-    ceilings = ceiling_before, bench.ceiling(config, remeasure=True)
     step_flops = work.gbs * flops.train_flops_per_sequence(config.model, work.seqlen, "causal")
     tflops = metrics.tflops_per_gpu(step_flops, done.step_s, 1)
     outcome = Outcome(
         row=row, config=config, trained=done, tokens_per_s=work.gbs * work.seqlen / done.step_s, tflops=tflops,
-        mfu=metrics.mfu(tflops, bench.peak(row.dtype)), ceilings=ceilings,
+        mfu=metrics.mfu(tflops, bench.peak(row.dtype)), ceiling=bench.ceiling(config),
     )  # fmt: skip
     steps = f"median of {len(done.seconds)} steps, {min(done.seconds):.3f} to {max(done.seconds):.3f} s"
     print(f"  {outcome.tokens_per_s:,.0f} tokens/s, {outcome.share:.3f} of the ceiling; {steps}")
-    print("  ceiling before and after the row: {:,.0f}, {:,.0f} tokens/s".format(*ceilings), flush=True)
+    print(f"  ceiling {outcome.ceiling:,.0f}, before the row {ceiling_before:,.0f} tokens/s", flush=True)
     bench.record("rows", _record(outcome))
     return outcome
 
@@ -195,7 +191,7 @@ def _print_table(bench: Bench, done: list[Outcome]) -> None:
             for o in done
         ],
         "ratio: of the ceiling, the best library time of each GEMM and attention call of the step",
-        "ceiling: mean of those timed before and after the row",
+        "ceiling: each call is timed before and after the row, and the mean counts",
         "MFU: of the published peak of the format; FLOPs of causal attention, whatever the model",
     )  # fmt: skip
 
@@ -206,6 +202,6 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         "title": outcome.row.title, "row": asdict(outcome.row), "proxy": outcome.config.proxy,
         "work": asdict(work), "tokens_per_s": outcome.tokens_per_s, "step_s": done.step_s, "seconds": done.seconds,
         "first_step_s": done.first_s, "losses": done.losses, "tflops": outcome.tflops, "mfu": outcome.mfu,
-        "memory_bytes": done.memory_bytes, "ceilings": outcome.ceilings, "ceiling": outcome.ceiling,
-        "ratio": outcome.share, "verdict": outcome.verdict,
+        "memory_bytes": done.memory_bytes, "ceiling": outcome.ceiling, "ratio": outcome.share,
+        "verdict": outcome.verdict,
     }  # fmt: skip
