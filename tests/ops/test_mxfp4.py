@@ -1,5 +1,6 @@
 """MXFP4 weights against the definition of the OCP MX specification, in plain Python."""
 
+import itertools
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_nvfp4 import nearest
 
+from llmb.ops.quant.e2m1 import swizzle_e2m1, unswizzle_e2m1
 from llmb.ops.quant.mxfp4 import Mxfp4, dequantize_mxfp4, quantize_mxfp4
 
 
@@ -65,3 +67,16 @@ def test_quantizing_again_keeps_all_values_of_any_scale() -> None:
     requantized = quantize_mxfp4(stored)
     assert torch.equal(dequantize_mxfp4(requantized), stored)
     assert torch.equal(quantize_mxfp4(dequantize_mxfp4(requantized)).scales, requantized.scales)
+
+
+def test_swizzled_words_hold_the_pairs_of_a_thread() -> None:
+    codes = torch.randint(16, (3, 64), generator=torch.Generator().manual_seed(0))
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    swizzled = swizzle_e2m1(packed)
+    words = swizzled.view(torch.int32)
+    for group, thread, pair in itertools.product(range(2), range(4), range(4)):
+        first, second = (words[:, 4 * group + thread] >> 4 * pair + half & 15 for half in (0, 16))
+        k = 32 * group + 8 * pair + 2 * thread
+        assert (first == codes[:, k]).all()
+        assert (second == codes[:, k + 1]).all()
+    assert torch.equal(unswizzle_e2m1(swizzled), packed)

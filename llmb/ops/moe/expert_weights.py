@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llmb.ops.gemm.block_scaled_gemm import BlockScaledWeight, dequantize_blocks, quantize_blocks
 from llmb.ops.quant.activation_quant import E4M3, GROUP, PerTokenFp8, QuantFormat, quantize_activation
+from llmb.ops.quant.e2m1 import SWIZZLE_GROUP, swizzle_e2m1, unswizzle_e2m1
 from llmb.ops.quant.mxfp4 import MXFP4_GROUP, Mxfp4, dequantize_mxfp4, quantize_mxfp4
 from llmb.ops.quant.nvfp4 import NVFP4_GROUP, Nvfp4, dequantize_nvfp4, quantize_nvfp4
 
@@ -27,7 +28,7 @@ class ExpertWeights(NamedTuple):
     """Stacked weights of all experts of this rank."""
 
     format: ExpertFormat
-    values: Tensor  # [E, O, I]; 4-bit formats pack two values per byte: [E, O, I / 2]
+    values: Tensor  # [E, O, I]; 4-bit formats pack two values per byte, swizzled (`e2m1.py`): [E, O, I / 2]
     # per_token: [E, O] fp32; 1x128: [E, O / 128, I / 128] fp32; nvfp4: [E, O, I / 16] e4m3; mxfp4: [E, O, I / 32] e8m0
     scales: Tensor | None = None
     scales_2: Tensor | None = None  # nvfp4: [E, O] fp32, the per-tensor scale of the matrix that an output belongs to
@@ -60,7 +61,7 @@ def empty_expert_weights(
         assert outputs % GROUP == inputs % GROUP == 0
         scales = empty(torch.float32, experts, outputs // GROUP, inputs // GROUP)
         return ExpertWeights(format, empty(E4M3, *shape), scales)
-    assert inputs % FP4_GROUPS[format] == 0
+    assert inputs % SWIZZLE_GROUP == 0
     packed = empty(torch.uint8, experts, outputs, inputs // 2)
     if format == "mxfp4":
         return ExpertWeights(format, packed, empty(torch.uint8, experts, outputs, inputs // MXFP4_GROUP))
@@ -88,12 +89,13 @@ def fill_expert_rows(
         weights.values[expert, rows] = blocks.values
         weights.scales[expert, start // GROUP : rows.stop // GROUP] = blocks.scales[:, : weights.scales.shape[-1]]
     elif weights.format == "mxfp4":
-        weights.values[expert, rows], weights.scales[expert, rows] = quantize_mxfp4(weight_OI)
+        mxfp4 = quantize_mxfp4(weight_OI)
+        weights.values[expert, rows], weights.scales[expert, rows] = swizzle_e2m1(mxfp4.packed), mxfp4.scales
     else:
         assert weights.scales_2 is not None
-        packed = quantize_nvfp4(weight_OI)
-        weights.values[expert, rows], weights.scales[expert, rows] = packed.packed, packed.scales
-        weights.scales_2[expert, rows] = packed.scale
+        nvfp4 = quantize_nvfp4(weight_OI)
+        weights.values[expert, rows], weights.scales[expert, rows] = swizzle_e2m1(nvfp4.packed), nvfp4.scales
+        weights.scales_2[expert, rows] = nvfp4.scale
 
 
 def dequantize_expert(weights: ExpertWeights, expert: int) -> Tensor:
@@ -107,6 +109,6 @@ def dequantize_expert(weights: ExpertWeights, expert: int) -> Tensor:
     if weights.format == "1x128":
         return dequantize_blocks(BlockScaledWeight(values, scales), len(values))
     if weights.format == "mxfp4":
-        return dequantize_mxfp4(Mxfp4(values, scales))
+        return dequantize_mxfp4(Mxfp4(unswizzle_e2m1(values), scales))
     assert weights.scales_2 is not None
-    return dequantize_nvfp4(Nvfp4(values, scales, weights.scales_2[expert, :, None]))
+    return dequantize_nvfp4(Nvfp4(unswizzle_e2m1(values), scales, weights.scales_2[expert, :, None]))
