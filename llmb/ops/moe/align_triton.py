@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
 
-CHUNK = 1024  # pairs that a program reads at a time
+MAX_CHUNK, WARPS = 4096, 8  # pairs that a program reads at a time: every program reads all, one chunk after the other
 
 
 class MoEGemmConfig(NamedTuple):
@@ -106,10 +106,11 @@ def moe_align_block_size(topk_ids_NK: Tensor, first_expert: int, experts: int, b
         torch.empty(size, dtype=torch.int32, device=topk_ids_NK.device)
         for size in (experts, num_blocks * block_size, num_blocks)
     )
-    launch = pdl_options(len(topk_ids_NK))
-    _moe_count_kernel[experts,](topk_ids_NK, counts_E, first_expert, pairs, CHUNK=CHUNK, **launch)
+    launch = {"CHUNK": min(MAX_CHUNK, max(256, triton.next_power_of_2(pairs))), "num_warps": WARPS}
+    launch |= pdl_options(len(topk_ids_NK))
+    _moe_count_kernel[experts,](topk_ids_NK, counts_E, first_expert, pairs, **launch)
     _moe_align_kernel[experts + 1,](
         topk_ids_NK, counts_E, sorted_token_ids_P, expert_ids_T, first_expert, pairs, experts, num_blocks,
-        BLOCK_SIZE=block_size, EXPERTS=triton.next_power_of_2(experts), CHUNK=CHUNK, **launch,
+        BLOCK_SIZE=block_size, EXPERTS=triton.next_power_of_2(experts), **launch,
     )  # fmt: skip
     return AlignedBlocks(sorted_token_ids_P, expert_ids_T, block_size)

@@ -4,7 +4,6 @@ Shapes: N tokens, H query heads, G KV heads, D head dimension; heads are those o
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.config.spec import Model
@@ -13,6 +12,7 @@ from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.decode_attention import decode_attention
 from llmb.ops.attention.paged_attention import KvCache, paged_attention, rope_and_cache
 from llmb.ops.gemm.skinny_gemm import InputNorm, skinny_gemm
+from llmb.ops.norm.qkv_norm import qkv_norm_
 from llmb.ops.quant.activation_quant import Activation, QuantFormat, quantize_activation
 from llmb.serve.layers.served_linear import Format, add_skinny_gemm, build_linear
 from llmb.serve.rank_groups import RankGroup
@@ -56,8 +56,10 @@ class PagedAttention:
         if model.o_bias:
             self.o_bias_C = weights.load(f"{name}.o_bias").to(dtype)
         self.sinks_H = weights.load(f"{name}.sinks", shard).float() if model.attention_sinks else None
-        norms = ("q_norm", "k_norm") if model.qk_norm else ()
-        self.qk_norms = [weights.load(f"{name}.{norm}.weight").to(dtype) for norm in norms]
+        self.qk_norms: tuple[Tensor, Tensor] | None = None
+        if model.qk_norm:
+            q_norm, k_norm = (weights.load(f"{name}.{norm}.weight").to(dtype) for norm in ("q_norm", "k_norm"))
+            self.qk_norms = q_norm, k_norm
         self.input_format: QuantFormat = self.qkv.input_format
         self.cache: KvCache | None = None
 
@@ -98,18 +100,10 @@ class PagedAttention:
         return inputs.cos_ND, inputs.sin_ND
 
     def _biased_and_normed(self, qkv_NW: Tensor) -> Tensor:
-        """Add the bias of the projections and norm queries and keys, where the model has them."""
-        if self.qkv_bias_W is not None:
-            qkv_NW = qkv_NW + self.qkv_bias_W
-        if not self.qk_norms:
-            return qkv_NW
-        widths = [heads * self.model.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        *normed, v_NW = qkv_NW.split(widths, dim=-1)
-        normed = [
-            F.rms_norm(x.unflatten(-1, (-1, len(weight))), weight.shape, weight, self.model.norm_eps).flatten(1)
-            for x, weight in zip(normed, self.qk_norms, strict=True)
-        ]
-        return torch.cat((*normed, v_NW), dim=-1)
+        """Add the bias of the projections and norm queries and keys in place, where the model has them."""
+        if self.qkv_bias_W is not None or self.qk_norms is not None:
+            qkv_norm_(qkv_NW, self.heads, self.kv_heads, self.qkv_bias_W, self.qk_norms, self.model.norm_eps)
+        return qkv_NW
 
     @property
     def has_skinny_path(self) -> bool:

@@ -4,6 +4,7 @@ from torch import Generator, bfloat16, device, dtype, float32, full, nan
 
 from llmb.ops.norm.add_rms_norm import add_rms_norm
 from llmb.ops.norm.gated_norm import gated_norm
+from llmb.ops.norm.qkv_norm import qkv_norm_
 from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
 from llmb.ops.norm.rms_norm_fp8 import rms_norm_fp8
 from llmb.ops.quant.activation_quant import QuantFormat
@@ -126,3 +127,26 @@ def gated(g: Generator, d: device, b: int, t: int, groups: int, c: int, scale: f
 def gate_inside_wider_rows(g: Generator, d: device, b: int, t: int, groups: int, c: int) -> Arguments:
     y, gate = (randn(g, d, b, t, *shape, dtype=bfloat16) for shape in ((groups * c,), (groups, c)))
     return (y.requires_grad_(), in_wider_rows(gate).requires_grad_(), randn(g, d, groups * c).requires_grad_(), EPS), {}
+
+
+QKV_CASES = (  # tokens, heads, KV heads, head dimension, bias, width of a norm in heads
+    *((5, 4, 2, 16, True, 1), (3, 3, 1, 24, False, 1), (0, 2, 1, 8, True, 1), (2, 20, 4, 128, False, 1)),
+    *((4, 4, 2, 16, True, None), (3, 6, 3, 16, False, 6), (2, 2, 1, 16, True, 2)),
+)
+
+
+@cases(qkv_norm_, *QKV_CASES, tolerance=2e-5)
+@cases(qkv_norm_, (6, 4, 2, 16, True, 1, bfloat16), tolerance=2**-7)
+@full_size_cases(qkv_norm_, (515, 64, 8, 128, False, 1), (8, 32, 4, 128, True, 1), tolerance=1e-5)
+def query_and_key_norms(
+    g: Generator, d: device, n: int, heads: int, kv_heads: int, head_dim: int, biased: bool, norm_heads: int | None,
+    dtype: dtype = float32,
+) -> Arguments:  # fmt: skip
+    width = (heads + 2 * kv_heads) * head_dim
+    bias = randn(g, d, width, dtype=dtype) if biased else None
+    if norm_heads is None:
+        norms = None
+    else:  # of one head, or of all queries and of all keys
+        sizes = (head_dim, head_dim) if norm_heads == 1 else (heads * head_dim, kv_heads * head_dim)
+        norms = tuple(randn(g, d, size, dtype=dtype) for size in sizes)
+    return (randn(g, d, n, width, dtype=dtype), heads, kv_heads, bias, norms, EPS), {}
