@@ -45,3 +45,15 @@ def copy_bandwidth(device: torch.device, size: int, seconds: float) -> float:
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / time_sustained(lambda: target.copy_(source), device, seconds)
+
+
+def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return the replay of a CUDA graph of this call, so that the host does not bound small kernels."""
+    if device.type != "cuda":
+        return call
+    call()  # compiles, and allocates workspaces
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

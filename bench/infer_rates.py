@@ -1,14 +1,15 @@
 """Rates of the device, measured in the process that measures the engine: bandwidth, and FLOP/s of GEMMs.
 
 Each is kept up for about a second on random data, as clocks fall under load and zeros would save power. A product is
-that of one layer after the other, so that weights come from memory and not from a cache.
+that of one layer after the other, so that weights come from memory and not from a cache, in a CUDA graph: launched one
+by one, small GEMMs would be bound by the host, and a ceiling would depend on it.
 """
 
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from device_timer import copy_bandwidth, time_sustained
+from device_timer import captured, copy_bandwidth, time_sustained
 from infer_ceilings import product_shapes
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def _rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device: torch.
             product()
 
     flops = 2.0 * tokens * sum(outputs * inputs for outputs, inputs in shapes)
-    return flops / time_sustained(layer, device, seconds)
+    return flops / time_sustained(captured(layer, device), device, seconds)
 
 
 def _operands(tokens: int, outputs: int, inputs: int, dtype: str, device: torch.device) -> Callable[[], Tensor]:

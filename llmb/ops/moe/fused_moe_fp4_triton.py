@@ -22,8 +22,8 @@ from llmb.ops.moe.align_triton import AlignedBlocks, MoEGemmConfig, grouped_pids
 from llmb.ops.moe.expert_weights import FP4_GROUPS, ExpertWeights
 
 CONFIGS = {
-    16: MoEGemmConfig(64, 128, 4, 5, 1),
-    32: MoEGemmConfig(128, 64, 4, 5, 1),
+    16: MoEGemmConfig(128, 64, 4, 4, 1),
+    32: MoEGemmConfig(128, 64, 4, 4, 1, maxnreg=96),
     64: MoEGemmConfig(128, 64, 8, 4, 8),
     128: MoEGemmConfig(128, 64, 8, 3, 8, maxnreg=128),  # one of two programs computes while one dequantizes
 }

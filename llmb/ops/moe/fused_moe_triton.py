@@ -37,7 +37,7 @@ CONFIGS = {
     16: MoEGemmConfig(64, 128, 4, 4, 1),
     32: MoEGemmConfig(64, 128, 4, 4, 1),
     64: MoEGemmConfig(128, 64, 4, 4, 8),
-    128: MoEGemmConfig(128, 64, 8, 3, 8),
+    128: MoEGemmConfig(256, 64, 8, 4, 8),
 }
 FP8_CONFIGS = {
     16: MoEGemmConfig(64, 128, 4, 5, 1),
