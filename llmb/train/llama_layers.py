@@ -123,7 +123,8 @@ class ExplicitLayer(LlamaDecoderLayer):
     def gradients(self) -> tuple[LayerWeights, bool]:
         """Return the gradients, allocated if necessary, and whether there are values to accumulate to.
 
-        Those of vectors are always new: they are replicated, and may accumulate where those of matrices are reduced.
+        Those of vectors may be new where they exist: they are replicated, and accumulate where those of matrices are
+        reduced. Then `add_vector_gradients` adds them, in a pass of its own.
         """
         accumulate = self.mlp.down.weight.grad is not None
         if not accumulate:
@@ -132,13 +133,18 @@ class ExplicitLayer(LlamaDecoderLayer):
         matrices = [merged_view([existing_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
         vectors = {}
         for name, parameters in self.vectors.items():
+            if accumulate and len(parameters) == 1 and parameters[0].grad is not None:
+                vectors[name] = parameters[0].grad
+                continue
             allocate = parameters[0].new_zeros if accumulate else parameters[0].new_empty
             vectors[name] = allocate(sum(parameter.numel() for parameter in parameters))
         return LayerWeights(*matrices, **vectors), accumulate
 
     def add_vector_gradients(self, grads: LayerWeights) -> None:
-        """Accumulate the gradients of norms and biases."""
+        """Accumulate the gradients of norms and biases, unless the layer did so in place."""
         for parameters, grad in zip(self.vectors.values(), grads.vectors, strict=True):
+            if grad is parameters[0].grad:
+                continue
             grads_of = grad.split([parameter.numel() for parameter in parameters])
             for parameter, own_grad in zip(parameters, grads_of, strict=True):
                 parameter.grad = own_grad if parameter.grad is None else parameter.grad.add_(own_grad)

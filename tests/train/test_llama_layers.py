@@ -35,6 +35,7 @@ from llmb.train.llama_layers import (
     quantize_weights,
     use_explicit_layers,
 )
+from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh, build_mesh
 
 CPU = torch.device("cpu")
@@ -193,6 +194,24 @@ def test_gradients_are_written_into_their_bucket() -> None:
         forward_backward(part, *inputs("bf16", 2))
         for weight in (weight for weight in part.layers.parameters() if weight.ndim > 1):
             assert weight.grad.data_ptr() == weight.bucket.grad_view(weight.number).data_ptr()
+
+
+@pytest.mark.parametrize("model", [MODEL, BIASED, GEMMA_2], ids=lambda model: model.name)
+def test_gradients_of_norms_accumulate_in_place(model: Model) -> None:
+    part, (x_BTC, dy_BTC) = explicit_part(model, "bf16", ONE), inputs("bf16", 2)
+
+    def gradients(*batches: Tensor) -> dict[str, Tensor]:
+        sharded_parameters(part).zero_grad()
+        for batch_BTC in batches:
+            forward_backward(part, batch_BTC.clone(), dy_BTC)
+        return {name: weight.grad for name, weight in part.layers.named_parameters() if weight.ndim == 1}
+
+    first, second, both = gradients(x_BTC), gradients(-2 * x_BTC), gradients(x_BTC, -2 * x_BTC)
+    assert all(torch.equal(grad, first[name] + second[name]) for name, grad in both.items())
+    written, accumulate = explicit_layers(part)[0].gradients()
+    assert accumulate
+    assert written.norm1_C is both["0.attention_norm.weight"]
+    assert written.norm2_C is both["0.mlp_norm.weight"]
 
 
 @pytest.mark.parametrize("recipe", LAYER_RECIPES)
