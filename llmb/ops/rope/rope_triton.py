@@ -130,8 +130,8 @@ def qkv_rope_backward_triton(
     (n, h, d), g = dq_NHD.shape, dk_NGD.shape[1]
     assert dk_NGD.shape == dv_NGD.shape == (n, g, d), "keys and values must have the same heads, as wide as queries"
     assert dqkv_NX.shape == (n, (h + 2 * g) * d), "dqkv must have the columns of all three"
-    has_rope = cos_ND is not None and sin_ND is not None
-    cos, sin = (cos_ND, sin_ND) if has_rope else (dqkv_NX, dqkv_NX)  # which are not read
+    has_rope = cos_ND is not None
+    cos, sin = (dqkv_NX if table is None else table for table in (cos_ND, sin_ND))  # without RoPE they are not read
     assert {x.stride(-1) for x in (dqkv_NX, dq_NHD, dk_NGD, dv_NGD, cos, sin)} == {1}, "channels must be contiguous"
     assert cos.stride(0) == sin.stride(0), "cosines and sines must have the same stride"
     heads, block_d = _heads_per_program(h, g), triton.next_power_of_2(d // 2)
