@@ -17,6 +17,7 @@ def _rotate_heads(
 ):  # fmt: skip
     """Write a block of a token's heads, rotated by ANGLE times the angle of the tables: 1, -1, or 0 for a copy."""
     head, d = block * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    d = tl.broadcast_to(d, (HEADS, BLOCK_D))  # each thread loads its own angles: no exchange through shared memory
     mask = (head < H) & (d < HALF)
     pointers = x_ptr + head * x_head_stride + d
     first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
