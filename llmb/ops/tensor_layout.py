@@ -1,5 +1,7 @@
 """Dtype and memory layout that ops ask of their arguments."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,3 +19,20 @@ def dense_rows(x: Tensor) -> Tensor:
 def as_rows(x: Tensor) -> Tensor:
     """Return x as a matrix of rows, copied only if channels are not contiguous."""
     return dense_rows(x if x.ndim == 2 else x.flatten(0, -2))
+
+
+def merge_columns(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return one matrix over columns that are side by side in the rows of a wider one, or else the matrices."""
+    first, width = matrices[0], 0
+    for matrix in matrices:
+        is_beside = (
+            matrix.untyped_storage()._cdata == first.untyped_storage()._cdata
+            and matrix.storage_offset() == first.storage_offset() + width
+            and (matrix.dtype, len(matrix), matrix.stride()) == (first.dtype, len(first), first.stride())
+        )
+        if not is_beside:
+            return tuple(matrices)
+        width += matrix.shape[1]
+    if first.stride(1) != 1 or first.stride(0) < width:
+        return tuple(matrices)
+    return (first.as_strided((len(first), width), first.stride()),)

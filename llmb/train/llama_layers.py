@@ -6,8 +6,9 @@
 
 A layer saves its input, q, k, v, the attention output, the residual after it, gate and up, what post-norms take, and
 with save_norm_outputs the outputs of norms and activation; a recomputed layer saves no q and nothing after the
-attention, which is the most expensive part and never recomputed. Weight gradients are written in place, contiguous for
-merged GEMMs, so autograd only gets the gradient of the residual.
+attention, which is the most expensive part and never recomputed. Where q, k and v are all saved they are columns of one
+matrix, written by one GEMM. Weight gradients are written in place, contiguous for merged GEMMs, so autograd only gets
+the gradient of the residual.
 """
 
 from dataclasses import replace
@@ -29,6 +30,7 @@ from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, La
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.ops.attention.segment_attention import chunk_segments
 from llmb.ops.gemm.weight_gradient import existing_gradient
+from llmb.ops.tensor_layout import merge_columns
 from llmb.perfmodel.params import unaligned_fp8_widths
 from llmb.train.module_class import use_class
 from llmb.train.parallel.bucket import merged_view
@@ -121,7 +123,8 @@ class ExplicitLayer(LlamaDecoderLayer):
     def gradients(self) -> tuple[LayerWeights, bool]:
         """Return the gradients, allocated if necessary, and whether there are values to accumulate to.
 
-        Those of vectors are always new: they are replicated, and may accumulate where those of matrices are reduced.
+        Those of vectors may be new where they exist: they are replicated, and accumulate where those of matrices are
+        reduced. Then `add_vector_gradients` adds them, in a pass of its own.
         """
         accumulate = self.mlp.down.weight.grad is not None
         if not accumulate:
@@ -130,21 +133,40 @@ class ExplicitLayer(LlamaDecoderLayer):
         matrices = [merged_view([existing_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
         vectors = {}
         for name, parameters in self.vectors.items():
+            if accumulate and len(parameters) == 1 and parameters[0].grad is not None:
+                vectors[name] = parameters[0].grad
+                continue
             allocate = parameters[0].new_zeros if accumulate else parameters[0].new_empty
             vectors[name] = allocate(sum(parameter.numel() for parameter in parameters))
         return LayerWeights(*matrices, **vectors), accumulate
 
     def add_vector_gradients(self, grads: LayerWeights) -> None:
-        """Accumulate the gradients of norms and biases."""
+        """Accumulate the gradients of norms and biases, unless the layer did so in place."""
         for parameters, grad in zip(self.vectors.values(), grads.vectors, strict=True):
+            if grad is parameters[0].grad:
+                continue
             grads_of = grad.split([parameter.numel() for parameter in parameters])
             for parameter, own_grad in zip(parameters, grads_of, strict=True):
                 parameter.grad = own_grad if parameter.grad is None else parameter.grad.add_(own_grad)
 
-    def empty_saved(self, input_SC: Tensor, tokens: int) -> SavedActivations:
-        """Allocate the saved activations, of so many tokens inside attention and MLP."""
+    def empty_activations(self, input_SC: Tensor, tokens: int) -> tuple[KeyValues, SavedActivations | None]:
+        """Allocate keys and values, and the saved activations unless the layer is recomputed.
+
+        Queries, keys and values are side by side where the backward pass takes all three: with norms of heads it takes
+        other keys, with context parallelism keys and values of all ranks.
+        """
+        block = self.block
+        if self.recomputed or block.cp is not None or block.model.qk_norm is not None:
+            kv = KeyValues(*(input_SC.new_empty(tokens, block.kv_width) for _ in range(2)))
+            return kv, None if self.recomputed else self.empty_saved(input_SC, tokens)
+        qkv_NX = input_SC.new_empty(tokens, sum(block.qkv_widths))
+        q_NA, k_NW, v_NW = qkv_NX.split(block.qkv_widths, dim=1)
+        return KeyValues(k_NW, v_NW), self.empty_saved(input_SC, tokens, q_NA)
+
+    def empty_saved(self, input_SC: Tensor, tokens: int, q_NA: Tensor | None = None) -> SavedActivations:
+        """Allocate the saved activations, of so many tokens inside attention and MLP; queries unless given."""
         model = self.block.model
-        q_NA = input_SC.new_empty(tokens, model.heads * model.head_dim)
+        q_NA = input_SC.new_empty(tokens, self.block.width) if q_NA is None else q_NA
         k_NW = None if model.qk_norm is None else input_SC.new_empty(tokens, model.kv_heads * model.head_dim)
         blocks = [torch.empty_like(input_SC) if model.post_norms else None for _ in range(2)]
         gate_up_N2F = input_SC.new_empty(tokens, 2 * model.ffn)
@@ -160,8 +182,7 @@ class _ExplicitLayerFunction(torch.autograd.Function):
         ctx.layer, input_SC = layer, x_BTC.flatten(0, 1)
         cos_ND, sin_ND = (_repeat_table(table, sequences) for table in (cos_TD, sin_TD))
 
-        kv = KeyValues(*(input_SC.new_empty(len(cos_ND), block.kv_width) for _ in range(2)))
-        saved = None if layer.recomputed else layer.empty_saved(input_SC, len(cos_ND))
+        kv, saved = layer.empty_activations(input_SC, len(cos_ND))
         out_BTC = torch.empty_like(x_BTC, memory_format=torch.contiguous_format)
         ctx.inputs = {} if layer.saves_norm_outputs and not layer.recomputed else None
         attn_kv = block.forward(
@@ -170,18 +191,22 @@ class _ExplicitLayerFunction(torch.autograd.Function):
         )  # fmt: skip
         assert attn_kv is not None
         attn, kv = attn_kv
-        ctx.save_for_backward(input_SC, *kv, *attn, cos_ND, sin_ND, *(saved or ()))
+        qkv = merge_columns(kv if saved is None else (saved.q_NA, *kv))
+        ctx.qkv_tensors = len(qkv)
+        ctx.save_for_backward(input_SC, *attn, cos_ND, sin_ND, *qkv, *(saved or ())[1:])
         return out_BTC  # not a view, which would hold its base after the memory of a sent output is freed
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor, None, None, None]:
-        input_SC, k, v, out, lse, cos_ND, sin_ND, *tensors = ctx.saved_tensors
+        input_SC, out, lse, cos_ND, sin_ND, *tensors = ctx.saved_tensors
         layer: ExplicitLayer = ctx.layer
+        qkv, others = tensors[: ctx.qkv_tensors], tensors[ctx.qkv_tensors :]
+        *q, k, v = qkv[0].split(layer.block.qkv_widths, dim=1) if len(qkv) == 1 else qkv
         weights, (grads, accumulate) = layer.pass_weights(), layer.gradients()
         kv, attn, dx_SC = KeyValues(k, v), AttentionOutput(out, lse), torch.empty_like(input_SC)
-        saved = SavedActivations(*tensors) if tensors else layer.empty_saved(input_SC, len(cos_ND))
-        if not tensors:
+        saved = SavedActivations(*q, *others) if q else layer.empty_saved(input_SC, len(cos_ND))
+        if not q:
             layer.block.recompute(weights, input_SC, kv, ctx.segments, cos_ND, sin_ND, attn, saved, attn_saved=True)
         layer.block.backward(
             weights, grads, accumulate, input_SC, kv, attn, saved, None, False, ctx.segments, cos_ND, sin_ND,

@@ -147,11 +147,14 @@ def test_merging_with_a_negligible_weight_changes_nothing():
 
 @pytest.mark.parametrize("kernel", [CUDNN, FLASH], ids=["cudnn", "flash"])
 @pytest.mark.parametrize("name", ["whole sequence", "later chunk of a sequence", "three sequences of one length"])
-def test_gpu_kernel_calls_match_the_installed_torch(name, kernel, monkeypatch):
-    """On meta tensors: argument names and orders, shapes and layouts."""
+@pytest.mark.parametrize("side_by_side", [False, True], ids=["separate", "side by side"])
+def test_gpu_kernel_calls_match_the_installed_torch(side_by_side, name, kernel, monkeypatch):
+    """On meta tensors: argument names and orders, shapes and layouts; queries, keys and values may be in wider rows."""
     segments = SEGMENTS[name]
     monkeypatch.setattr(segment_attention, "kernel_for", lambda *_: kernel)
     *qkv, dout = (x.to("meta") for x in inputs(segments, torch.bfloat16))
+    if side_by_side:
+        qkv[:3] = torch.cat(qkv[:3], dim=1).split([x.shape[1] for x in qkv[:3]], dim=1)
     q, k, v = qkv[:3]
     block = AttentionBlock(q, k, v, segment_attention._lengths(segments), True, SCALE)
     out, lse = kernel.forward(block)

@@ -1,8 +1,9 @@
 """Explicit Llama layers, one autograd node each, on one rank and on several, compute what the plain layers do."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from llmb.config.spec import Model, Parallel
 from llmb.models.llama_layer.layer_recipes import LAYER_RECIPES
+from llmb.models.llama_layer.linear_gemms import Fp8LinearGemms, LinearGemms, ScaledLinearGemms
 from llmb.ops.gemm.matmul import matmul
 from llmb.ops.quant.vector_scaling import VECTOR_SCALINGS
 from llmb.train.llama_layers import (
@@ -33,6 +35,7 @@ from llmb.train.llama_layers import (
     quantize_weights,
     use_explicit_layers,
 )
+from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh, build_mesh
 
 CPU = torch.device("cpu")
@@ -193,6 +196,24 @@ def test_gradients_are_written_into_their_bucket() -> None:
             assert weight.grad.data_ptr() == weight.bucket.grad_view(weight.number).data_ptr()
 
 
+@pytest.mark.parametrize("model", [MODEL, BIASED, GEMMA_2], ids=lambda model: model.name)
+def test_gradients_of_norms_accumulate_in_place(model: Model) -> None:
+    part, (x_BTC, dy_BTC) = explicit_part(model, "bf16", ONE), inputs("bf16", 2)
+
+    def gradients(*batches: Tensor) -> dict[str, Tensor]:
+        sharded_parameters(part).zero_grad()
+        for batch_BTC in batches:
+            forward_backward(part, batch_BTC.clone(), dy_BTC)
+        return {name: weight.grad for name, weight in part.layers.named_parameters() if weight.ndim == 1}
+
+    first, second, both = gradients(x_BTC), gradients(-2 * x_BTC), gradients(x_BTC, -2 * x_BTC)
+    assert all(torch.equal(grad, first[name] + second[name]) for name, grad in both.items())
+    written, accumulate = explicit_layers(part)[0].gradients()
+    assert accumulate
+    assert written.norm1_C is both["0.attention_norm.weight"]
+    assert written.norm2_C is both["0.mlp_norm.weight"]
+
+
 @pytest.mark.parametrize("recipe", LAYER_RECIPES)
 @pytest.mark.parametrize("recompute_layers", [0, 2])
 def test_fp8_weights_of_a_pass_equal_those_of_a_step(recipe: str, recompute_layers: int) -> None:
@@ -270,7 +291,51 @@ def test_fast_accumulation_of_backward_gemms(monkeypatch, fp8_fast_accum: bool) 
 
     monkeypatch.setattr("llmb.models.llama_layer.linear_gemms.matmul", count_matmul)
     explicit_result("fp8", 2, fp8_fast_accum=fp8_fast_accum)
-    # Two layers of seven matrices; gate and up are merged, in the backward pass also q, k and v.
-    forward, back = 2 * 6, 2 * 2 * 4
+    # Two layers of seven matrices; q, k and v are merged, and gate and up.
+    forward, back = 2 * 4, 2 * 2 * 4
     assert counts[True] == forward + fp8_fast_accum * back
     assert counts[False] == (not fp8_fast_accum) * back
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "widths"),
+    [
+        (BLOCKS, {}, [3 * 256, 128, 512, 128]),
+        (BLOCKS, {"recompute_layers": 1}, [256, 256, 256, 128, 512, 128, 256, 128, 512]),
+        (replace(BLOCKS, qk_norm="head"), {}, [256, 256, 256, 128, 512, 128]),
+    ],
+    ids=["saved", "recomputed", "norms of heads"],
+)
+@pytest.mark.parametrize("recipe", [None, *LAYER_RECIPES])
+def test_queries_keys_and_values_that_are_saved_take_one_gemm(
+    monkeypatch, recipe: str | None, model: Model, settings: dict, widths: list[int]
+) -> None:
+    outputs: list[int] = []
+
+    def recorded(self: object, forward: Callable[..., Tensor], *operands: object, **addend: Tensor) -> Tensor:
+        out = forward(self, *operands, **addend)
+        outputs.append(out.shape[1])
+        return out
+
+    for gemms in (LinearGemms, Fp8LinearGemms, ScaledLinearGemms):
+        monkeypatch.setattr(gemms, "forward", partialmethod(recorded, gemms.forward))
+    fp8 = {} if recipe is None else {"fp8_recipe": recipe}
+    explicit_result("fp8" if fp8 else "bf16", 2, replace(model, layers=1), **settings, **fp8)
+    assert outputs == widths
+
+
+@pytest.mark.parametrize("settings", SAVED, ids=["saved", "recomputed", "norm outputs saved"])
+@pytest.mark.parametrize("fields", [{}, *VARIANTS.values()], ids=["plain", *VARIANTS])
+def test_saved_tensors_are_whole_and_saved_once(fields: dict[str, object], settings: dict[str, object]) -> None:
+    """Activation offload copies each: of three views of one matrix it would make three copies without gaps."""
+    storages: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        assert tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        storages.append(tensor.untyped_storage()._cdata)
+        return tensor
+
+    part = explicit_part(replace(MODEL, layers=1, **fields), "bf16", ONE, mbs=1, **settings)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward_backward(part, *inputs("bf16", 1))
+    assert len(set(storages)) == len(storages) > 5

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
+from llmb.ops.tensor_layout import merge_columns
 
 
 def add_bias_(bqkv_X: Tensor, outs: Sequence[Tensor]) -> None:
     """Add the bias to as many of queries, keys and values as there are outs, in this order."""
     first = 0
-    for out in outs:
+    for out in merge_columns(outs):
         out.add_(bqkv_X[first : first + out.shape[1]])
         first += out.shape[1]
 

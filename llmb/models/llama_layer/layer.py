@@ -8,8 +8,9 @@
 
 Autograd decides by itself what it saves and for how long; here the caller does: nothing but the input, keys and values;
 the attention too; or all but the outputs of norms and of the activation; or these as well. Keys and values are those of
-the chunk's whole context, of which the forward pass writes the chunk's rows. Cosine and sine are fp32, of each token's
-position in its document. Allocations in between are counted in `llmb/perfmodel/offload/workspace.py`.
+the chunk's whole context, of which the forward pass writes the chunk's rows. Queries, keys and values that are columns
+of one matrix, side by side, take one GEMM and one pass of RoPE. Cosine and sine are fp32, of each token's position in
+its document. Allocations in between are counted in `llmb/perfmodel/offload/workspace.py`.
 
 On several ranks `model` has this rank's heads and channels (`linears.py`), and with context parallelism a chunk is the
 rank's tokens, a segment those of one sequence: keys and values of all ranks are gathered after RoPE.
@@ -20,7 +21,6 @@ Shapes as in `layer_tensors.py`; D half of head_dim.
 from collections.abc import Sequence
 from typing import Generic
 
-import torch
 from torch import Tensor
 
 from llmb.config.llama_layer_shapes import aligned, check_llama_layers
@@ -44,9 +44,8 @@ from llmb.ops.attention.segment_attention import (
     segment_attention_backward,
     segment_attention_forward,
 )
-from llmb.ops.rope.rope import apply_rope_, apply_rope_out
-
-WORD = torch.int64
+from llmb.ops.rope.rope import apply_rope_, qkv_rope_backward
+from llmb.ops.tensor_layout import merge_columns
 
 
 class LlamaLayer(Generic[Weights]):
@@ -70,6 +69,7 @@ class LlamaLayer(Generic[Weights]):
         self.key_block, self.tp, self.cp = key_block, tp, cp
         self.model, self.linears = model, linears
         self.width, self.kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.qkv_widths = self.width, self.kv_width, self.kv_width
         self.scale, self.softcap = model.softmax_scale, model.attn_logit_softcap
 
     def forward(
@@ -157,7 +157,7 @@ class LlamaLayer(Generic[Weights]):
         out_SC = d_residual_SC if out_SC is None else out_SC
         linears = self.linears(self.model, weights, inputs, self.tp)
         linears.mlp_backward(grads, accumulate, saved, d_residual_SC, out_SC)
-        n, qkv = len(cos_ND), self.width + 2 * self.kv_width
+        n, qkv = len(cos_ND), sum(self.qkv_widths)
         # The gradients of gate and up are no longer needed: their memory is reused.
         dout_NA, dqkv_NX, workspace_NC = _carve(saved.gate_up_N2F, (n, self.width), (n, qkv), (n, self.model.hidden))
         linears.o_proj_backward(grads, accumulate, attn.out_NA, saved, out_SC, dout_NA)
@@ -189,7 +189,7 @@ class LlamaLayer(Generic[Weights]):
             eps = self.model.norm_eps
             q_NA = norm_heads(q_NA, vectors.q_norm_D, eps, out=q_NA if saved is None else None)
             norm_heads(projected_k_NW, vectors.k_norm_D, eps, out=k_NW)
-        for x in (q_NA, k_NW) if self.has_rope else ():
+        for x in merge_columns((q_NA, k_NW)) if self.has_rope else ():
             apply_rope_(self._heads(x), cos_ND, sin_ND)
         return q_NA
 
@@ -234,33 +234,28 @@ class LlamaLayer(Generic[Weights]):
     ) -> None:
         """Write the gradients of queries, keys and values side by side, as the projection takes them."""
         dout, q, out = (self._heads(x) for x in (dout_NA, q_NA, attn.out_NA))
-        widths = (self.width, self.kv_width, self.kv_width)
-        dq, chunk_dk, chunk_dv = (self._heads(x) for x in dqkv_NX.split(widths, dim=1))
         (k, v), (chunk_kv, context_kv) = map(self._heads, kv), self._chunk_and_context(kv, segments)
         # No other chunk of this rank sees these keys: nothing to accumulate.
         if self.cp is not None or (not accumulate_dkv and chunk_rows(segments).start == 0):
             if self.cp is None:
-                rope_dq, rope_dk, new_dv = causal_backward(
+                dq, dk, dv = causal_backward(
                     dout, q, *chunk_kv, out, attn.lse_HN, segments, self.scale, self.window, self.softcap
                 )
             else:
-                rope_dq, rope_dk, new_dv = self.cp.attention_backward(
+                dq, dk, dv = self.cp.attention_backward(
                     dout, q, k, v, out, attn.lse_HN, len(segments), self.scale, self.key_block, self.window,
                     self.softcap,
                 )  # fmt: skip
-            for grad, rope_grad in ((dq, rope_dq), (chunk_dk, rope_dk)):
-                self._rope_backward(grad, rope_grad, cos_ND, sin_ND)
-            _copy(chunk_dv, new_dv)
-            return
-        assert dkv is not None, "a context of several chunks accumulates gradients of keys and values"
-        (dk, dv), context_dkv = self._chunk_and_context(dkv, segments)
-        segment_attention_backward(
-            dout, q, *chunk_kv, *context_kv, out, attn.lse_HN, segments, dq, dk, dv, *context_dkv, accumulate_dkv,
-            self.scale, self.key_block, self.window, self.softcap,
-        )  # fmt: skip
-        self._rope_backward(dq, dq, cos_ND, sin_ND)
-        self._rope_backward(chunk_dk, dk, cos_ND, sin_ND)
-        chunk_dv.copy_(dv)
+        else:
+            assert dkv is not None, "a context of several chunks accumulates gradients of keys and values"
+            dq = self._heads(dqkv_NX[:, : self.width])
+            (dk, dv), context_dkv = self._chunk_and_context(dkv, segments)
+            segment_attention_backward(
+                dout, q, *chunk_kv, *context_kv, out, attn.lse_HN, segments, dq, dk, dv, *context_dkv, accumulate_dkv,
+                self.scale, self.key_block, self.window, self.softcap,
+            )  # fmt: skip
+        tables = (cos_ND, sin_ND) if self.has_rope else (None, None)
+        qkv_rope_backward(dqkv_NX, dq, dk, dv, *tables)
 
     def _vectors_backward(
         self, vectors: LayerWeights, grads: LayerWeights, accumulate: bool, saved: SavedActivations, dqkv_NX: Tensor
@@ -268,19 +263,12 @@ class LlamaLayer(Generic[Weights]):
         """Take the gradients of queries, keys and values through their norms, and set or add to those of vectors."""
         if vectors.q_norm_D is not None and vectors.k_norm_D is not None:
             assert saved.k_NW is not None
-            dq_NA, dk_NW, _ = dqkv_NX.split((self.width, self.kv_width, self.kv_width), dim=1)
+            dq_NA, dk_NW, _ = dqkv_NX.split(self.qkv_widths, dim=1)
             eps = self.model.norm_eps
             norm_heads_backward_(dq_NA, saved.q_NA, vectors.q_norm_D, eps, grads.q_norm_D, accumulate)
             norm_heads_backward_(dk_NW, saved.k_NW, vectors.k_norm_D, eps, grads.k_norm_D, accumulate)
         if grads.bqkv_X is not None:
             bias_backward(dqkv_NX, grads.bqkv_X, accumulate)
-
-    def _rope_backward(self, out_NHD: Tensor, grad_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> None:
-        """Set `out`, which may be `grad`, to the gradient of what RoPE was applied to."""
-        if self.has_rope:
-            apply_rope_out(out_NHD, grad_NHD, cos_ND, sin_ND, inverse=True)
-        elif out_NHD is not grad_NHD:
-            _copy(out_NHD, grad_NHD)
 
     def _chunk_and_context(self, kv: KeyValues, segments: Sequence[Segment]) -> tuple[KeyValues, KeyValues]:
         """View keys and values, or their gradients, of the chunk and of what precedes it as [N, heads, head_dim]."""
@@ -291,13 +279,6 @@ class LlamaLayer(Generic[Weights]):
     def _heads(self, x_NA: Tensor) -> Tensor:
         """View as [N, heads, head_dim]."""
         return x_NA.unflatten(1, (-1, self.model.head_dim))
-
-
-def _copy(dst_NHD: Tensor, src_NHD: Tensor) -> None:
-    """Copy in words of 8 bytes: torch copies strided memory element by element, at a third of the speed."""
-    if dst_NHD.dtype == src_NHD.dtype and src_NHD.shape[-1] * src_NHD.element_size() % WORD.itemsize == 0:
-        dst_NHD, src_NHD = dst_NHD.view(WORD), src_NHD.view(WORD)
-    dst_NHD.copy_(src_NHD)
 
 
 def _carve(buffer: Tensor, *shapes: tuple[int, int]) -> list[Tensor]:

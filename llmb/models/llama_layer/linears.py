@@ -18,7 +18,7 @@ themselves, unless their output has a norm of its own (post-norms): then that is
 Shapes as in `layer_tensors.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from llmb.models.llama_layer.layer_tensors import Block, LayerWeights, SavedActi
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.ops.activation.activation import glu, glu_backward
 from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
+from llmb.ops.tensor_layout import merge_columns
 
 Weights = TypeVar("Weights", contravariant=True)
 
@@ -103,6 +104,13 @@ class ResidualLinears:
         self.model, self.vectors, self.inputs, self.tp = model, vectors, inputs, tp
         self.widths = (model.heads * model.head_dim, *(2 * [model.kv_heads * model.head_dim]))
 
+    def _project_qkv(self, x: Any, weight: Any, split: Callable[..., Sequence[Any]], outs: Sequence[Tensor]) -> None:
+        """Run one GEMM into outs that are side by side, else one into each, instead of one and three copies."""
+        outs = merge_columns(outs)
+        is_whole = outs[0].shape[1] == sum(self.widths)
+        for projection, out in zip((weight,) if is_whole else split(self.widths), outs, strict=False):
+            self.gemms.forward(x, projection, out)
+
     def _add_output(
         self, block: Block, x: Any, weight: Any, tokens: int, residual_SC: Tensor, out_SC: Tensor,
         saved: SavedActivations | None,
@@ -155,10 +163,8 @@ class PlainLinears(ResidualLinears):
         self.weights, self.gemms = weights, LinearGemms()
 
     def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
-        """Run three GEMMs into separate buffers, instead of one and three copies."""
         x_NC = self._save("x1", self._gathered_norm(input_SC, self.weights.norm1_C))
-        for weight, out in zip(self.weights.wqkv_XC.split(self.widths), outs, strict=False):
-            self.gemms.forward(x_NC, weight, out)
+        self._project_qkv(x_NC, self.weights.wqkv_XC, self.weights.wqkv_XC.split, outs)
 
     def o_proj(self, attn_NA: Tensor, input_SC: Tensor, out_SC: Tensor, saved: SavedActivations | None) -> None:
         self._add_output("attn", attn_NA, self.weights.wo_CA, len(attn_NA), input_SC, out_SC, saved)

@@ -56,8 +56,7 @@ class QuantizedLinears(ResidualLinears, ABC, Generic[Matrix]):
     def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
         x = self._forward_input("x1", self._norm(input_SC, self.layer.norm1_C), input_SC, self.tp)
         weight = self.layer.rows("wqkv")
-        for weight_rows, out in zip(weight.split_rows(self.widths), outs, strict=False):
-            self.gemms.forward(x, weight_rows, out)
+        self._project_qkv(x, weight, weight.split_rows, outs)
 
     def o_proj(self, attn_NA: Tensor, input_SC: Tensor, out_SC: Tensor, saved: SavedActivations | None) -> None:
         attn = self._forward_input("attn", self._cast(attn_NA), attn_NA)

@@ -18,7 +18,7 @@ exp(score - lse), and the common term of a row is sum(dout * out), so each block
 `softcap_block_triton.py` has the one for logits with a softcap.
 
 Log-sum-exps are natural and of the scaled scores. Shapes: N queries, K keys, H heads, G KV heads (each serves H / G
-query heads), D head_dim; q, k, v, out and dout are contiguous.
+query heads), D head_dim. out and dout are contiguous; q, k and v may be heads inside wider rows.
 """
 
 from functools import cache, lru_cache

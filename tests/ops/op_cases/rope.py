@@ -4,7 +4,7 @@ import torch
 from torch import Generator, Tensor, bfloat16, device, dtype, float32
 
 from llmb.ops.rope.mla_rope import mla_rope_keys, mla_rope_queries
-from llmb.ops.rope.rope import apply_rope_out
+from llmb.ops.rope.rope import apply_rope_out, qkv_rope_backward
 from op_cases import Arguments, cases, full_size_cases, randn
 
 
@@ -29,6 +29,34 @@ def heads(
 def over_itself(g: Generator, d: device, n: int, h: int, width: int, inverse: bool = False) -> Arguments:
     x, table = randn(g, d, n, h + 2, width)[:, 1:-1], torch.cat(tables(g, d, n, width // 2), dim=1)
     return (x, x, *table.chunk(2, dim=1), inverse), {}  # rows of the tables have a stride
+
+
+# N tokens, H heads, G KV heads, head width
+@cases(qkv_rope_backward, (3, 4, 2, 8), (2, 1, 1, 2), (2, 9, 3, 10), (1, 32, 8, 16), (2, 20, 4, 6), (0, 2, 1, 4),
+       tolerance=2e-6)  # fmt: skip
+@cases(qkv_rope_backward, (3, 5, 1, 16, bfloat16), tolerance=2**-7)
+@full_size_cases(qkv_rope_backward, (4097, 32, 8, 128, bfloat16), (4097, 9, 3, 64, bfloat16), (2049, 28, 4, 96),
+                 tolerance=1e-6)  # fmt: skip
+def attention_gradients(
+    g: Generator, d: device, n: int, h: int, groups: int, width: int, dtype: dtype = float32
+) -> Arguments:
+    """Gradients inside wider rows, in the orders of memory that attention kernels return, or densely."""
+    dq, dk = (randn(g, d, n, heads + 2, width, dtype=dtype)[:, 1:-1] for heads in (h, groups))
+    dv = randn(g, d, groups, n, width, dtype=dtype).transpose(0, 1)
+    dqkv = torch.full((n, (h + 2 * groups) * width), 7.0, dtype=dtype, device=d)
+    return (dqkv, dq, dk, dv, *tables(g, d, n, width // 2)), {}
+
+
+@cases(qkv_rope_backward, (3, 4, 2, 8, True), (2, 9, 3, 16, False), tolerance=2**-7)
+@cases(qkv_rope_backward, (2, 4, 2, 8, False, bfloat16), tolerance=0)
+def chunk_gradients(
+    g: Generator, d: device, n: int, h: int, groups: int, width: int, rope: bool, dtype: dtype = float32
+) -> Arguments:
+    """Of a chunk: those of queries in place, those of keys and values summed in fp32; with RoPE or without."""
+    dqkv = randn(g, d, n, (h + 2 * groups) * width, dtype=bfloat16)
+    dq = dqkv[:, : h * width].unflatten(1, (h, width))
+    dk, dv = (randn(g, d, n, groups, width, dtype=dtype) for _ in range(2))
+    return (dqkv, dq, dk, dv, *(tables(g, d, n, width // 2) if rope else (None, None))), {}
 
 
 # B sequences, T tokens, H heads, nope channels, rope channels
