@@ -42,7 +42,7 @@ class StepSetup:
     layers: int | None = None  # of a model with fewer layers than the published one
     recompute: Recompute = "none"
     recompute_layers: int | None = None  # of a pipeline rank, with recompute full; none: all
-    recompute_modules: tuple[str, ...] = ()  # of every layer: Megatron's core_attn, layernorm, moe_act, moe, mlp
+    recompute_modules: tuple[str, ...] = ()  # of every layer, by Megatron's names: step_work.py
     offload_layers: int = 0  # of a pipeline rank: activations in host memory
     graphs: float = 0.0  # fraction of the launches that CUDA graphs replace; 1: the whole step, experts too
     graph_parts: tuple[str, ...] = ()  # instead, parts of layers captured: attn, mamba, moe_router, moe_preprocess
