@@ -294,6 +294,8 @@ def test_weak_scaling_grows_slowly():
         ({"dtype": "fp7"}, "unknown dtype 'fp7'"),
         ({"mbs": 0}, "mbs must be a whole number"),
         ({"parallel": Parallel(tp=4, pp=4, cp=2, vp=80)}, "pp x vp = 320 for 80 layers"),
+        ({"parallel": Parallel(ep=8)}, "Llama-3.1-70B has no experts: ep 8 is not possible, use tp, pp or fsdp"),
+        ({"parallel": Parallel(tp=3), "gpus": 48, "gbs": 96}, "tp 3 does not divide 64 attention heads; possible: [1"),
     ],
 )
 def test_impossible_descriptions_say_what_is_wrong(changes, message):

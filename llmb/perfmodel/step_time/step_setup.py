@@ -6,7 +6,7 @@ StepSetup(shape=find_model("llama3.1-8b"), gpu="h100", gpus=8, dtype="fp8", seql
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmb.config.spec import Parallel, RunConfig, Training
+from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
 from llmb.perfmodel.model_catalog import ModelShape, run_shape
@@ -74,8 +74,7 @@ class StepSetup:
             raise ConfigError(
                 f"gbs {self.gbs} is not a multiple of dp x mbs = {self.dp} x {self.mbs} = {self.dp * self.mbs}"
             )
-        if self.shape.model.experts and self.shape.model.experts.count % self.parallel.ep:
-            raise ConfigError(f"ep {self.parallel.ep} does not divide {self.shape.model.experts.count} experts")
+        _check_shards(self.shape.model, self.parallel)
         if self.layer_count < self.parallel.pp * (self.parallel.vp or 1) // 2:
             raise ConfigError(f"pp x vp = {self.parallel.pp * (self.parallel.vp or 1)} for {self.layer_count} layers")
 
@@ -145,6 +144,17 @@ def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates |
         formats=native_formats(config),
         rates=rates,
     )
+
+
+def _check_shards(model: Model, split: Parallel) -> None:
+    """Refuse tp that splits a head, and ep that splits an expert or has none to distribute."""
+    if model.heads % split.tp:
+        possible = [tp for tp in range(1, model.heads + 1) if model.heads % tp == 0]
+        raise ConfigError(f"tp {split.tp} does not divide {model.heads} attention heads; possible: {possible}")
+    if model.experts is None and split.ep > 1:
+        raise ConfigError(f"{model.name} has no experts: ep {split.ep} is not possible, use tp, pp or fsdp")
+    if model.experts and model.experts.count % split.ep:
+        raise ConfigError(f"ep {split.ep} does not divide {model.experts.count} experts")
 
 
 def _check_count(name: str, value: object) -> None:
