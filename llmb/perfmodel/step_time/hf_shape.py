@@ -8,7 +8,6 @@ refused by their name. The strict reader, for networks that run here, is
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,13 @@ ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbe
 CHUNKED_INTERVAL = 4  # of Llama 4: every fourth layer attends to all tokens
 
 
-def find_or_read_shape(text: str, find: Callable[[str], ModelShape] = find_model, owners: bool = False) -> ModelShape:
+def find_or_read_shape(text: str, size: str = "") -> ModelShape:
     """Return the shape of a model by its name, or from a config.json or its folder.
 
-    `owners`: names may have the owner of Hugging Face before a slash, so that not every slash makes a path.
+    A slash alone makes no path: names may have their owner on Hugging Face before it.
     """
-    has_path = text.startswith((".", os.sep)) if owners else os.sep in text
-    return read_hf_shape(Path(text)) if text.endswith(".json") or has_path or Path(text).is_dir() else find(text)
+    is_path = text.endswith(".json") or text.startswith((".", os.sep)) or Path(text).is_dir()
+    return read_hf_shape(Path(text)) if is_path else find_model(text, size)
 
 
 def read_hf_shape(path: Path) -> ModelShape:
