@@ -234,3 +234,10 @@ def test_gb200_is_predicted_and_called_unproven(engine):
 
 def test_engines_have_the_names_of_their_projects():
     assert [parse_engine(name) for name in ("TensorRT-LLM", "vLLM", "sglang")] == ["trtllm", "vllm", "sglang"]
+
+
+@pytest.mark.parametrize(("gpu", "ultra"), [("b200", "b300"), ("gb200", "gb300")])
+def test_blackwell_ultra_prefills_faster_than_blackwell(gpu, ultra):
+    plain, faster = (predict_serving(replace(DEEPSEEK, gpu=name)) for name in (gpu, ultra))
+    assert faster.ttft_ms < plain.ttft_ms
+    assert faster.tpot_ms <= plain.tpot_ms

@@ -292,6 +292,8 @@ def test_weak_scaling_grows_slowly():
         ({"gpus": 60}, "tp x pp x cp = 32 does not divide 60 GPUs"),
         ({"gbs": 3}, "not a multiple of dp x mbs"),
         ({"dtype": "fp7"}, "unknown dtype 'fp7'"),
+        ({"dtype": "nvfp4"}, "h100 has no nvfp4 GEMMs; data types are: bf16, fp8, fp8-row, fp8-block, fp8-mx"),
+        ({"gpu": "a100"}, "a100 has no fp8 GEMMs; data types are: bf16"),
         ({"mbs": 0}, "mbs must be a whole number"),
         ({"parallel": Parallel(tp=4, pp=4, cp=2, vp=80)}, "pp x vp = 320 for 80 layers"),
         ({"parallel": Parallel(ep=8)}, "Llama-3.1-70B has no experts: ep 8 is not possible, use tp, pp or fsdp"),

@@ -65,6 +65,10 @@ class StepSetup:
             _check_count(name, getattr(self.parallel, name))
         if self.dtype not in DTYPES:
             raise UnknownName("dtype", self.dtype, DTYPES)
+        peaks = gpu(self.gpu).peak_flops
+        if peaks and self.peak_dtype not in peaks:
+            dtypes = [dtype for dtype in DTYPES if dtype.partition("-")[0] in peaks]
+            raise ConfigError(f"{self.gpu} has no {self.peak_dtype} GEMMs; data types are: {', '.join(dtypes)}")
         if self.task not in TASKS:
             raise UnknownName("task", self.task, TASKS)
         ranks = self.parallel.tp * self.parallel.pp * self.parallel.cp
