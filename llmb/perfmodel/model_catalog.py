@@ -17,8 +17,11 @@ from llmb.config.spec import Model
 from llmb.errors import UnknownName
 
 SHAPE_FIELDS = ("window", "window_layers", "checkpoint", "expert_bias", "mtp_depth", "mtp_blocks")
-# Of a checkpoint on Hugging Face: how it was tuned, when, its format, its version.
-SUFFIXES = re.compile(r"(-instruct|-thinking|-chat|-it)?(-2507|-0324|-0528)?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+)?$")
+# Of a checkpoint on Hugging Face: how it was tuned, in which month, its format, its version.
+SUFFIXES = re.compile(
+    r"(-instruct|-thinking|-chat|-it|-base|-terminus)?(-hf)?(-\d{4})?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+(\.\d+)?)?$"
+)
+PREFIXES = ("meta-", "nvidia-")
 CATALOG_FILE = Path(__file__).with_name("model_catalog.yaml")
 
 
@@ -51,10 +54,12 @@ def find_model(name: str, size: str = "") -> ModelShape:
     A name may have the owner and the suffixes of a checkpoint on Hugging Face.
     """
     names = catalog_names()
-    base = name.rsplit("/", 1)[-1].lower()
+    base = name.rsplit("/", 1)[-1].lower().replace(" ", "-")
     short = SUFFIXES.sub("", base)
+    for prefix in PREFIXES:
+        short = short.removeprefix(prefix)
     full_name = f"{base}-{size}".lower() if size else base
-    for candidate in (full_name, base, short, short.removeprefix("meta-").replace("llama-", "llama")):
+    for candidate in (full_name, base, short, short.replace("llama-", "llama")):
         key = names.get(candidate.replace("_", "-")) or names.get(candidate)
         if key is not None:
             return _shape(key)

@@ -48,6 +48,10 @@ def test_hybrids_have_their_own_pattern(shape):
     assert hybrid.mtp_blocks == ("attention", "experts")
     assert hybrid.mtp_layers == 4
     assert hybrid.model.experts.latent == 128
+    kinds = ["mamba", "moe", "attention", "moe"]
+    assert shape(layers_block_type=kinds, **mamba, **EXPERTS).model.pattern == "ME*E"
+    with pytest.raises(ConfigError, match="layers_block_type: rwkv is not modelled"):
+        shape(layers_block_type=["rwkv", *kinds[1:]], **mamba, **EXPERTS)
     with pytest.raises(ConfigError, match="mtp_hybrid_override_pattern must be letters"):
         shape(num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*X")
 

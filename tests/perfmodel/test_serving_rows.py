@@ -26,6 +26,13 @@ DEEPSEEK = {"model": "DeepSeek-R1", "backend": "trtllm", "backend_version": "1.2
         ("DeepSeek-R1-0528-NVFP4-v2", 61),
         ("openai/gpt-oss-20b", 24),
         ("QWEN3_32B", 64),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 32),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", 40),
+        ("meta-llama/Llama-2-70b-chat-hf", 80),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", 48),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8", 52),
+        ("moonshotai/Kimi-K2-Instruct-0905", 61),
+        ("google/gemma-3-27b-it", 62),
     ],
 )
 def test_models_are_found_by_their_names_on_hugging_face(name, layers):

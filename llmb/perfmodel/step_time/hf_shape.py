@@ -36,6 +36,7 @@ UNGATED = (
     "arcee", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron",
     "nemotron_h", "opt", "persimmon", "phi", "starcoder2",
 )  # fmt: skip
+HYBRID_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}  # of `layers_block_type`
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # of `layer_types`
 # Fields of config.json -> what they describe, which no cost function here counts.
 NOT_MODELLED = {
@@ -152,7 +153,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         head_dim=_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        pattern=convert(str | None, config.get("hybrid_override_pattern"), "config.json: hybrid_override_pattern"),
+        pattern=_pattern(config),
         experts=experts,
         mla=_mla(config),
         mamba=_mamba(config),
@@ -168,6 +169,15 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         mtp_depth=depth,
         mtp_blocks=_mtp_blocks(config, model) if depth else (),
     )
+
+
+def _pattern(config: dict[str, Any]) -> str | None:
+    """Return one letter per layer of a hybrid, from hybrid_override_pattern or, in newer files, layers_block_type."""
+    if not (kinds := convert(tuple[str, ...], config.get("layers_block_type") or (), "config.json: layers_block_type")):
+        return convert(str | None, config.get("hybrid_override_pattern"), "config.json: hybrid_override_pattern")
+    if unknown := sorted(set(kinds) - set(HYBRID_LETTERS)):
+        raise ConfigError(f"config.json: layers_block_type: {', '.join(unknown)} is not modelled")
+    return "".join(HYBRID_LETTERS[kind] for kind in kinds)
 
 
 def _window(config: dict[str, Any]) -> tuple[int | None, int]:
