@@ -94,23 +94,13 @@ def _attention(setup: StepSetup, model: Model) -> list[Gemm]:
 def _mla(setup: StepSetup, model: Model) -> list[Gemm]:
     assert model.mla is not None
     ranks, tokens, tp = model.mla, setup.tokens, setup.parallel.tp
+    key, value = ranks.nope_dim + ranks.rope_dim, ranks.value_dim
     latents = [width for width in (ranks.q_rank, ranks.kv_rank + ranks.rope_dim) if width]
     return [
         *(Gemm(tokens / tp, width, model.hidden) for width in latents),
-        *mla_up_projections(setup),
-        Gemm(tokens, model.hidden, model.heads * ranks.value_dim / tp, tp_split="rows"),
-    ]
-
-
-def mla_up_projections(setup: StepSetup) -> list[Gemm]:
-    """Return the GEMMs that expand the latents of MLA to the queries, and to the keys and values, of all heads."""
-    model, ranks, tp = setup.shape.model, setup.shape.model.mla, setup.parallel.tp
-    if ranks is None:
-        return []
-    key, key_value = ranks.nope_dim + ranks.rope_dim, ranks.nope_dim + ranks.value_dim
-    return [
-        Gemm(setup.tokens, model.heads * key / tp, ranks.q_rank or model.hidden, tp_split="columns"),
-        Gemm(setup.tokens, model.heads * key_value / tp, ranks.kv_rank, tp_split="columns"),
+        Gemm(tokens, model.heads * key / tp, ranks.q_rank or model.hidden, tp_split="columns"),
+        Gemm(tokens, model.heads * (ranks.nope_dim + value) / tp, ranks.kv_rank, tp_split="columns"),
+        Gemm(tokens, model.hidden, model.heads * value / tp, tp_split="rows"),
     ]
 
 

@@ -18,7 +18,6 @@ from llmb.perfmodel.step_time.gemm_shapes import (
     Gemm,
     block_gemms,
     head_gemms,
-    mla_up_projections,
     padded_flops,
 )
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -174,9 +173,8 @@ def is_captured(setup: StepSetup, kind: str) -> bool:
 def _module_gemms(setup: StepSetup, counts: dict[str, float]) -> dict[str, float]:
     """Return the GEMMs of modules: `mlp` is the dense MLP only, `moe` routed and shared experts."""
     macs = {kind: count * sum(gemm.macs for gemm in block_gemms(setup, kind)) for kind, count in counts.items()}
-    up = counts.get("mla", 0.0) * sum(gemm.macs for gemm in mla_up_projections(setup))
-    modules = {"mlp": macs.get("mlp", 0.0), "moe": macs.get("experts", 0.0), "mla_up_proj": up}
-    return {name: value / sum(macs.values()) for name, value in modules.items()}
+    blocks = {"mlp": "mlp", "moe": "experts"}
+    return {name: macs.get(kind, 0.0) / sum(macs.values()) for name, kind in blocks.items()}
 
 
 def _expert_replicas(setup: StepSetup) -> float:

@@ -200,7 +200,8 @@ def _recomputed_part(setup: StepSetup) -> float:
 def _recompute(step: StepWork, forward: dict[str, float], collectives: float) -> float:
     """Time of repeated forwards, with their collectives where whole layers are repeated.
 
-    Of recomputed experts only the GEMMs count: published rows fit worse with a second dispatch and permutation.
+    Of recomputed experts only the GEMMs count, and MLA's up projections (1 % of a step) do not: published rows fit
+    worse with a second dispatch and permutation, and with the projections.
     """
     setup = step.setup
     if setup.recompute == "full":
