@@ -10,8 +10,8 @@ import numpy as np
 from accuracy import table
 
 from llmb.errors import LlmbError
+from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
-from llmb.perfmodel.serving_time.serving_rows import find_served_model
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 
@@ -79,7 +79,7 @@ def _offline_setup(cells: dict[str, str]) -> ServingSetup | None:
     if re.search(r"DEP|attention", cells["parallel"]):
         tp, replicas = 1, int(cells["gpus"])
     try:
-        shape = find_served_model(cells["model"].replace(" ", "-"))
+        shape = find_model(cells["model"].replace(" ", "-"))
         experts = shape.model.experts is not None
         dtype = "nvfp4" if shape.checkpoint == "nvfp4" else dtype
         return ServingSetup(

@@ -58,6 +58,8 @@ def changed_model(model: Model, request: RunRequest) -> tuple[Model, list[Overri
 
 def check_heads(model: Model) -> None:
     """Refuse attention heads that no engine can build."""
+    if model.mla is not None and not model.mla.q_rank:
+        raise ConfigError("model.mla.q_rank=0: queries without a latent do not run here; it must be at least 1")
     if model.mla is None and model.blocks.get("attention"):
         if model.heads % model.kv_heads:
             raise ConfigError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")

@@ -75,7 +75,7 @@ class MoEConfig:
 class MlaConfig:
     """Multi-head latent attention (MLA): low-rank queries, keys and values."""
 
-    q_rank: int
+    q_rank: int  # 0: queries have no latent (DeepSeek-V2-Lite), which is predicted and does not run
     kv_rank: int
     nope_dim: int  # per head, without RoPE
     rope_dim: int  # per head, with RoPE; one key shared by all heads

@@ -69,18 +69,19 @@ def attention(model: Model) -> BlockCost:
 def mla(model: Model) -> BlockCost:
     """Multi-head latent attention (MLA): queries, keys and values through low-rank latents.
 
-    Weights: down to q_rank and up to heads * (nope + rope); down to kv_rank + rope and up to heads * (nope + value);
-    output from heads * value. Norms on both latents. Over a whole sequence keys and values are expanded, so a pair
-    costs nope + rope + value MACs per head. Only the KV latent and the shared RoPE key are cached; decode does not
-    expand them (the up-projection is absorbed into query and output at the same MACs as applying it to that token), so
-    a cached token costs kv_rank + rope MACs per head for the score and kv_rank for the value.
+    Weights: down to q_rank and up to heads * (nope + rope), at once where there is no q_rank; down to kv_rank + rope
+    and up to heads * (nope + value); output from heads * value. Norms on both latents. Over a whole sequence keys and
+    values are expanded, so a pair costs nope + rope + value MACs per head. Only the KV latent and the shared RoPE key
+    are cached; decode does not expand them (the up-projection is absorbed into query and output at the same MACs as
+    applying it to that token), so a cached token costs kv_rank + rope MACs per head for the score and kv_rank for the
+    value.
     """
     if model.mla is None:
         raise ConfigError(f"model {model.name}: MLA needs the field mla")
     ranks, heads = model.mla, model.heads
     key, value = ranks.nope_dim + ranks.rope_dim, ranks.value_dim
     down = model.hidden * (ranks.q_rank + ranks.kv_rank + ranks.rope_dim)
-    up = ranks.q_rank * heads * key + ranks.kv_rank * heads * (ranks.nope_dim + value)
+    up = (ranks.q_rank or model.hidden) * heads * key + ranks.kv_rank * heads * (ranks.nope_dim + value)
     return BlockCost(
         dense_weights=down + up + heads * value * model.hidden,
         vector_weights=ranks.q_rank + ranks.kv_rank,

@@ -2,8 +2,10 @@
 
 find_model("llama3.1", "405b").model.layers       -> 126
 find_model("qwen3-30b-a3b").model.experts.count   -> 128
+find_model("Qwen/Qwen3-8B-FP8").model.layers      -> 36
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,11 @@ from llmb.config.spec import Model
 from llmb.errors import UnknownName
 
 SHAPE_FIELDS = ("window", "window_layers", "checkpoint", "expert_bias", "mtp_depth", "mtp_blocks")
+# Of a checkpoint on Hugging Face: how it was tuned, in which month, its format, its version.
+SUFFIXES = re.compile(
+    r"(-instruct|-thinking|-chat|-it|-base|-terminus)?(-hf)?(-\d{4})?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+(\.\d+)?)?$"
+)
+PREFIXES = ("meta-", "nvidia-")
 CATALOG_FILE = Path(__file__).with_name("model_catalog.yaml")
 
 
@@ -42,14 +49,21 @@ def run_shape(model: Model) -> ModelShape:
 
 
 def find_model(name: str, size: str = "") -> ModelShape:
-    """Return the shape of a model by its name, or by family and size; unknown names list the known ones."""
+    """Return the shape of a model by its name, or by family and size; unknown names list the known ones.
+
+    A name may have the owner and the suffixes of a checkpoint on Hugging Face.
+    """
     names = catalog_names()
-    candidates = [f"{name}-{size}" if size else name, name]
-    for candidate in candidates:
-        key = names.get(candidate.lower().replace("_", "-")) or names.get(candidate.lower())
+    base = name.rsplit("/", 1)[-1].lower().replace(" ", "-")
+    short = SUFFIXES.sub("", base)
+    for prefix in PREFIXES:
+        short = short.removeprefix(prefix)
+    full_name = f"{base}-{size}".lower() if size else base
+    for candidate in (full_name, base, short, short.replace("llama-", "llama")):
+        key = names.get(candidate.replace("_", "-")) or names.get(candidate)
         if key is not None:
             return _shape(key)
-    raise UnknownName("model", candidates[0], sorted(set(names.values())))
+    raise UnknownName("model", full_name, sorted(set(names.values())))
 
 
 @cache

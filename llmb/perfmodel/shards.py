@@ -197,7 +197,7 @@ def block_weights(model: Model, block: str) -> list[Weight]:
     ranks = model.mla
     key = ranks.nope_dim + ranks.rope_dim
     down = [Weight((ranks.q_rank, hidden)), Weight((ranks.kv_rank + ranks.rope_dim, hidden))]
-    up = [Weight((model.heads * key, ranks.q_rank), 0)]
+    up = [Weight((model.heads * key, ranks.q_rank or hidden), 0)]
     up += [Weight((model.heads * (ranks.nope_dim + ranks.value_dim), ranks.kv_rank), 0)]
     latent_norms = [Weight((ranks.q_rank,)), Weight((ranks.kv_rank,))]
     return [*down, *latent_norms, *up, Weight((hidden, model.heads * ranks.value_dim), 1)]

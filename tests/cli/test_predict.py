@@ -203,3 +203,34 @@ def test_rates_that_the_probe_measured_scale_the_native_engine_only(llmb_run, tm
     other, native = [json.loads(llmb_run(*command)[1])["step_time_s"] for command in commands]
     assert other == before[0]
     assert 1.8 * before[1] < native < 2.2 * before[1]
+
+
+def test_rows_take_a_config_file_and_the_fields_of_set(llmb_run, tmp_path):
+    shape = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "intermediate_size": 14336, "vocab_size": 128256, "model_type": "Other"}  # fmt: skip
+    (tmp_path / "My-Model.json").write_text(json.dumps(shape))
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "model,gpu,dtype,gpus,seqlen,gbs,mbs,tp,engine,recompute\n"
+        f"{tmp_path}/My-Model.json,h100,bf16,8,8192,128,1,1,torchtitan,full\n"
+        "meta-llama/Llama-3.1-8B-Instruct,h100,bf16,8,8192,128,1,1,torchtitan,none\n"
+        "llama3.1-8b,h100,bf16,8,8192,128,1,1,torch,\n"
+    )
+    code, out, _ = llmb_run("predict", "--rows", path, "--json")
+    file, name, wrong = json.loads(out)
+    assert code == 0
+    assert file["engine"] == name["engine"] == "torchtitan"
+    assert file["tflops_per_gpu"] * file["step_time_s"] == pytest.approx(name["tflops_per_gpu"] * name["step_time_s"])
+    assert file["terms"]["recompute"] > name["terms"]["recompute"] == 0
+    assert wrong["error"].startswith("unknown value of engine 'torch'")
+
+
+def test_a_row_of_a_gpu_without_a_known_network_leaves_the_others(llmb_run, tmp_path):
+    path = tmp_path / "rows.csv"
+    rows = "".join(f"llama3.1-8b,h20,bf16,{gpus},8192,128,1,1,red\n" for gpus in (8, 64))
+    path.write_text("model,gpu,dtype,gpus,seqlen,gbs,mbs,tp,colour\n" + rows)
+    code, out, err = llmb_run("predict", "--rows", path, "--json")
+    first, second = json.loads(out)
+    assert (code, first["gpus"]) == (0, 8)
+    assert "network between link domains" in second["error"]
+    assert err.startswith("columns that are not used: colour; columns are: source, model")

@@ -13,6 +13,7 @@ from llmb.config.parallel_layout import check_model
 from llmb.config.recipe import expand_gpus, per_gpus, selector_values
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
+from llmb.config.run_model import check_heads
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.memory_estimate import memory_estimate
@@ -359,3 +360,10 @@ def test_every_workload_has_a_proxy_on_a_gpu_that_is_not_in_the_table(target):
     )
     assert (config.machine.gpu, config.machine.gpu_memory_bytes) == ("rtx-4080", None)
     assert memory_estimate(config).fits is None or config.workload.kind == "outofcore"
+
+
+def test_mla_without_a_latent_of_queries_does_not_run():
+    model = ALL["inference_deepseek-r1"].model("671b")
+    check_heads(model)
+    with pytest.raises(ConfigError, match="q_rank=0: queries without a latent do not run here"):
+        check_heads(replace(model, mla=replace(model.mla, q_rank=0)))

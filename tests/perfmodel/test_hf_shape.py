@@ -5,7 +5,10 @@ import json
 import pytest
 
 from llmb.errors import ConfigError
+from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.step_time.gemm_shapes import block_gemms
 from llmb.perfmodel.step_time.hf_shape import read_hf_shape
+from llmb.perfmodel.step_time.step_setup import StepSetup
 
 BASE = {
     "hidden_size": 512,
@@ -45,6 +48,10 @@ def test_hybrids_have_their_own_pattern(shape):
     assert hybrid.mtp_blocks == ("attention", "experts")
     assert hybrid.mtp_layers == 4
     assert hybrid.model.experts.latent == 128
+    kinds = ["mamba", "moe", "attention", "moe"]
+    assert shape(layers_block_type=kinds, **mamba, **EXPERTS).model.pattern == "ME*E"
+    with pytest.raises(ConfigError, match="layers_block_type: rwkv is not modelled"):
+        shape(layers_block_type=["rwkv", *kinds[1:]], **mamba, **EXPERTS)
     with pytest.raises(ConfigError, match="mtp_hybrid_override_pattern must be letters"):
         shape(num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*X")
 
@@ -55,3 +62,58 @@ def test_windows_and_chunks(shape):
     assert (sliding.window, sliding.window_layers, sliding.expert_bias) == (128, 2, True)
     chunked = shape(layer_types=["chunked_attention"] * 3 + ["full_attention"], attention_chunk_size=8192)
     assert (chunked.window, chunked.window_layers) == (4096, 3)
+
+
+def test_gpt2_falcon_and_dbrx_name_their_sizes_otherwise(tmp_path):
+    def read(**fields):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return read_hf_shape(tmp_path).model
+
+    gpt2 = read(model_type="gpt2", n_embd=1600, n_layer=48, n_head=25, vocab_size=50257)
+    assert (gpt2.hidden, gpt2.layers, gpt2.heads, gpt2.ffn, gpt2.gated) == (1600, 48, 25, 6400, False)
+    falcon = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+              "vocab_size": 65024, "num_kv_heads": 71, "multi_query": True}  # fmt: skip
+    assert read(**falcon).kv_heads == 1
+    assert read(**falcon, new_decoder_architecture=True).kv_heads == 71
+    dbrx = read(model_type="dbrx", d_model=6144, n_heads=48, n_layers=40, vocab_size=100352,
+                attn_config={"kv_n_heads": 8},
+                ffn_config={"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4})  # fmt: skip
+    assert (dbrx.kv_heads, dbrx.experts.count, dbrx.experts.top_k, dbrx.experts.ffn) == (8, 16, 4, 10752)
+
+
+def test_models_without_a_gate_have_two_projections(shape):
+    assert not shape(model_type="starcoder2").model.gated
+    assert not shape(model_type="phi").model.gated
+
+
+def test_mla_may_have_no_latent_of_queries(shape):
+    """DeepSeek-V2-Lite: q_lora_rank is null, and queries are projected from the hidden state."""
+    dims = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    model = shape(q_lora_rank=None, **dims).model
+    assert model.mla.q_rank == 0
+    queries, keys_and_values, output = 512 * 8 * 48, 512 * (64 + 16) + 64 * 8 * (32 + 32), 8 * 32 * 512
+    assert BLOCK_COSTS["mla"](model).dense_weights == queries + keys_and_values + output
+    setup = StepSetup(shape=shape(q_lora_rank=None, **dims), gpu="h100", gpus=1, dtype="bf16", seqlen=64, mbs=1, gbs=1)
+    assert sum(gemm.weights for gemm in block_gemms(setup, "mla")) == queries + keys_and_values + output
+
+
+def test_chunks_and_windows_without_a_list_of_layers(shape):
+    assert (shape(attention_chunk_size=8192).window, shape(attention_chunk_size=8192).window_layers) == (4096, 3)
+    sliding = shape(model_type="cohere2", sliding_window=256, sliding_window_pattern=4)
+    assert (sliding.window, sliding.window_layers) == (256, 3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk": 2048},
+        {"linear_num_value_heads": 32},
+        {"mamba_d_state": 16},
+        {"is_encoder_decoder": True},
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"model_type": "bert"},
+    ],
+)
+def test_blocks_that_are_not_modelled_are_refused_by_name(shape, fields):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))}.* is not modelled"):
+        shape(**fields)

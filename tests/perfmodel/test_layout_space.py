@@ -56,6 +56,14 @@ def test_interleaving_never_makes_the_fullest_rank_fuller():
     assert hybrid == {None}
 
 
+def test_stages_of_a_hybrid_have_equally_many_layers_in_megatron_before_2026():
+    """Nemotron-H 56B has 118 layers, which 4 does not divide."""
+    base = run_of("nemotron-h-56b")
+    assert {setup.parallel.pp for setup in layout_space(base, {})} == {1, 2}
+    recent = replace(base, engine="megatron-bridge-2026")
+    assert 4 in {setup.parallel.pp for setup in layout_space(recent, {})}
+
+
 def test_fixed_dimensions_stay():
     setups = list(layout_space(run_of("llama3.1-70b"), {"tp": 2, "pp": 4, "vp": 1, "fsdp": False, "mbs": 2}))
     assert setups

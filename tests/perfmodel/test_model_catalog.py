@@ -15,6 +15,7 @@ SIZES = {
     "qwen2.5-7b": 7.62, "qwen2.5-72b": 72.7, "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
     "glm-4.5-air": 106.9, "kimi-k2-1t": 1026, "deepseek-v3-671b": 671, "grok1-314b": 315.7,
+    "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-12b": 11.77, "gemma-3-27b": 27.0, "phi-4": 14.66,
 }  # fmt: skip
 
 

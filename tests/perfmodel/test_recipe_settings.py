@@ -46,6 +46,20 @@ def test_rows_get_what_their_release_configured_and_its_table_leaves_out():
     assert parse_row(row | {"dtype": "fp8-mx", "tp": "2", "pp": "4", "fsdp": "0"}).setup.mbs == 1
 
 
+def test_settings_of_a_release_hold_for_every_dtype_unless_they_name_one():
+    row = {
+        "source": "NVIDIA-NeMo/Megatron-Bridge container-25.11@1", "model": "deepseek-v3", "gpu": "h100",
+        "gpus": "1024", "seqlen": "4096", "gbs": "8192", "mbs": "1", "tp": "2", "pp": "8", "vp": "4", "ep": "64",
+    }  # fmt: skip
+    for dtype in ("bf16", "fp8-cs", "fp8-sc"):
+        setup = parse_row(row | {"dtype": dtype}).setup
+        assert (setup.dispatcher, setup.overlap_experts) == ("deepep", True)
+        assert setup.recompute_modules == ("mla_up_proj", "mlp")
+    b200 = parse_row(row | {"dtype": "fp8-mx", "gpu": "b200", "gpus": "256", "tp": "1", "pp": "16", "ep": "8"}).setup
+    assert (b200.dispatcher, b200.overlap_experts) == ("alltoall", False)
+    assert parse_row(row | {"dtype": "bf16", "source": "container-26.04"}).setup.dispatcher == "alltoall"
+
+
 def test_a_measured_run_that_cannot_fit_as_described_has_recomputed():
     row = {"model": "llama4-scout", "gpu": "gb200", "dtype": "bf16", "gpus": "256", "seqlen": "8192", "mbs": "10",
            "tp": "1", "ep": "16", "fsdp": "256", "notes": "framework=torchtitan; no AC"}  # fmt: skip

@@ -3,9 +3,10 @@
 import pytest
 
 from llmb.errors import ConfigError
+from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.row_rules import FASTER, IMPOSSIBLE, REPEATED, SERIES, WAITED, left_out_rows
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_concurrencies, parse_serving_settings
-from llmb.perfmodel.serving_time.serving_rows import find_served_model, parse_serving_row, read_serving_rows
+from llmb.perfmodel.serving_time.serving_rows import parse_serving_row, read_serving_rows
 
 LLAMA = {"model": "Llama-3.1-8B-Instruct-FP8", "backend": "vllm", "backend_version": "0.12.0", "system": "h200_sxm",
          "precision": "fp8", "isl": "1000", "osl": "100", "concurrency": "112", "tp": "1", "pp": "1",
@@ -25,10 +26,17 @@ DEEPSEEK = {"model": "DeepSeek-R1", "backend": "trtllm", "backend_version": "1.2
         ("DeepSeek-R1-0528-NVFP4-v2", 61),
         ("openai/gpt-oss-20b", 24),
         ("QWEN3_32B", 64),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 32),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", 40),
+        ("meta-llama/Llama-2-70b-chat-hf", 80),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", 48),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8", 52),
+        ("moonshotai/Kimi-K2-Instruct-0905", 61),
+        ("google/gemma-3-27b-it", 62),
     ],
 )
 def test_models_are_found_by_their_names_on_hugging_face(name, layers):
-    assert find_served_model(name).model.layers == layers
+    assert find_model(name).model.layers == layers
 
 
 def test_products_of_expert_dimensions_are_the_ranks():
@@ -121,7 +129,7 @@ def test_settings_are_checked():
 
 def test_experts_follow_the_ranks_unless_given():
     def layout(**values):
-        setup = build_serving_setup(find_served_model("deepseek-v3"), "b200", "fp8", "sglang", (8, 8), 1, values)
+        setup = build_serving_setup(find_model("deepseek-v3"), "b200", "fp8", "sglang", (8, 8), 1, values)
         return setup.ep, setup.moe_tp
 
     assert layout(tp=8) == (1, 8)

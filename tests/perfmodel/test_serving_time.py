@@ -234,3 +234,23 @@ def test_gb200_is_predicted_and_called_unproven(engine):
 
 def test_engines_have_the_names_of_their_projects():
     assert [parse_engine(name) for name in ("TensorRT-LLM", "vLLM", "sglang")] == ["trtllm", "vllm", "sglang"]
+
+
+@pytest.mark.parametrize(("gpu", "ultra"), [("b200", "b300"), ("gb200", "gb300")])
+def test_blackwell_ultra_prefills_faster_than_blackwell(gpu, ultra):
+    plain, faster = (predict_serving(replace(DEEPSEEK, gpu=name)) for name in (gpu, ultra))
+    assert faster.ttft_ms < plain.ttft_ms
+    assert faster.tpot_ms <= plain.tpot_ms
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("name", ["llama3.1-8b", "qwen3-30b-a3b"])
+def test_a_pipeline_serves_no_more_per_gpu_than_copies_of_one_gpu(name, engine):
+    """A rank of pp 4 holds a quarter of the layers and computes four times as many steps: nothing is gained."""
+    alone = ServingSetup(
+        shape=find_model(name), gpu="h200", dtype="bf16", isl=1024, osl=256, concurrency=144, engine=engine
+    )
+    rates = [
+        predict_serving(replace(alone, pp=pp, concurrency=144 * pp)).output_tokens_per_s_per_gpu for pp in (1, 2, 4, 8)
+    ]
+    assert rates == sorted(rates, reverse=True)

@@ -191,6 +191,16 @@ def test_recomputed_experts_are_dispatched_again():
     assert first_layer["host"] - plain["host"] < (all_layers["host"] - plain["host"]) / 24
 
 
+def test_recomputed_modules_cost_their_own_gemms():
+    """Three of DeepSeek-V3's 61 layers have a dense MLP, and Megatron's module mlp is no other."""
+    setup = step_setup("deepseek-v3", "h100", 1024, "bf16", seqlen=4096, gbs=8192, tp=2, pp=8, vp=4, ep=64)
+    mlp, moe = (predict(replace(setup, recompute_modules=(name,))).terms["recompute"] for name in ("mlp", "moe"))
+    macs = {
+        kind: count * BLOCK_COSTS[kind](setup.shape.model).token_macs for kind, count in block_counts(setup).items()
+    }
+    assert mlp / moe == pytest.approx(macs["mlp"] / macs["experts"], rel=0.02)  # the router is one of the GEMMs
+
+
 def test_offloaded_activations_take_time_where_the_link_is_slow():
     """40 of 80 layers of 70b: hidden behind the compute of a GB200, whose host link is seven times that of an H100."""
     setup = step_setup("llama3.1-70b", "gb200", 64, "fp8", mbs=2, gbs=256, fsdp=True, offload_layers=40)
@@ -279,8 +289,12 @@ def test_weak_scaling_grows_slowly():
         ({"gpus": 60}, "tp x pp x cp = 32 does not divide 60 GPUs"),
         ({"gbs": 3}, "not a multiple of dp x mbs"),
         ({"dtype": "fp7"}, "unknown dtype 'fp7'"),
+        ({"dtype": "nvfp4"}, "h100 has no nvfp4 GEMMs; data types are: bf16, fp8, fp8-row, fp8-block, fp8-mx"),
+        ({"gpu": "a100"}, "a100 has no fp8 GEMMs; data types are: bf16"),
         ({"mbs": 0}, "mbs must be a whole number"),
         ({"parallel": Parallel(tp=4, pp=4, cp=2, vp=80)}, "pp x vp = 320 for 80 layers"),
+        ({"parallel": Parallel(ep=8)}, "Llama-3.1-70B has no experts: ep 8 is not possible, use tp, pp or fsdp"),
+        ({"parallel": Parallel(tp=3), "gpus": 48, "gbs": 96}, "tp 3 does not divide 64 attention heads; possible: [1"),
     ],
 )
 def test_impossible_descriptions_say_what_is_wrong(changes, message):

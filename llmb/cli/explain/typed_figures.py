@@ -12,7 +12,6 @@ from llmb.perfmodel.explain.published_matches import serving_matches, training_m
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures
 from llmb.perfmodel.serving_time.serving_constants import parse_engine
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings
-from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.predictor import model_flops
@@ -44,7 +43,7 @@ def _serving(options: argparse.Namespace) -> Explanation:
     for name in ("step_time_s", "tflops_per_gpu", "scale"):
         if getattr(options, name) is not None:
             raise ConfigError(f"{_flag(name)} is for training; leave out --isl and --osl")
-    shape = served_shape(options.model)
+    shape = find_or_read_shape(options.model)
     dtype = (options.dtype or shape.checkpoint or "bf16").lower()
     engine = parse_engine(options.engine or "vllm")
     setup = build_serving_setup(

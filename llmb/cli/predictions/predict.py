@@ -185,19 +185,16 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
 
 def _predict_rows(options: argparse.Namespace) -> int:
     """Predict every row of a CSV file; a row that cannot be predicted says why."""
-    from llmb.perfmodel.step_time.cluster_fabric import device
-    from llmb.perfmodel.step_time.predictor import predict
-    from llmb.perfmodel.step_time.published_rows import read_rows
-    from llmb.perfmodel.step_time.setup_fields import changed_device
+    from llmb.perfmodel.step_time.csv_table import describe_unused
+    from llmb.perfmodel.step_time.published_rows import COLUMNS, read_rows
     from llmb.report.table import render
 
     data: list[dict[str, Any]] = []
-    for row in read_rows(options.rows):
-        if row.setup is None:
-            data.append({"row": row.number, "error": row.reason})
-            continue
-        on = changed_device(device(row.setup.gpu), options.what_if) if options.what_if else None
-        data.append({"row": row.number, **_as_data(row.setup, predict(row.setup, on))})
+    rows = read_rows(options.rows)
+    if unused := describe_unused(rows[0].cells, COLUMNS):
+        print(unused, file=sys.stderr)
+    for row in rows:
+        data.append({"row": row.number, **_row_data(row.setup, row.reason, options.what_if)})
     if options.json:
         print("[" + ",\n".join(map(json.dumps, data)) + "]")
     else:
@@ -208,6 +205,21 @@ def _predict_rows(options: argparse.Namespace) -> int:
             if "error" in item:
                 print(f"row {item['row']}: {item['error']}", file=sys.stderr)
     return 0 if any("error" not in item for item in data) else 1
+
+
+def _row_data(setup: Any, reason: str | None, what_if: str | None) -> dict[str, Any]:
+    from llmb.errors import ConfigError
+    from llmb.perfmodel.step_time.cluster_fabric import device
+    from llmb.perfmodel.step_time.predictor import predict
+    from llmb.perfmodel.step_time.setup_fields import changed_device
+
+    if setup is None:
+        return {"error": reason}
+    try:
+        on = changed_device(device(setup.gpu), what_if) if what_if else None
+        return _as_data(setup, predict(setup, on))
+    except ConfigError as error:
+        return {"error": str(error)}
 
 
 def _row_cells(item: dict[str, Any]) -> tuple[Any, ...]:

@@ -17,9 +17,9 @@ from llmb.perfmodel.serving_time.serving_predictor import (
     serving_device,
     unproven_note,
 )
-from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.step_time.setup_fields import changed_device
 
@@ -75,7 +75,7 @@ def _model_setups(options: argparse.Namespace) -> list[ServingSetup]:
     if options.scale is not None:
         raise ConfigError("--scale is for training; the layout gives the GPUs of an engine: --set tp=2")
     gpu, values = gpu_name(options.gpu_type), parse_serving_settings(options.set)
-    shape, engine = served_shape(options.model), parse_engine(options.engine or "vllm")
+    shape, engine = find_or_read_shape(options.model), parse_engine(options.engine or "vllm")
     dtype = (options.dtype or shape.checkpoint or "bf16").lower()
     rates = stored_rates(gpu, engine == "native", dtype)
     return [
@@ -103,11 +103,15 @@ def _recipe_setups(options: argparse.Namespace) -> list[ServingSetup]:
 
 def _predict_rows(options: argparse.Namespace) -> int:
     """Predict every row of a CSV file; a row that cannot be predicted says why."""
-    from llmb.perfmodel.serving_time.serving_rows import read_serving_rows
+    from llmb.perfmodel.serving_time.serving_rows import COLUMNS, read_serving_rows
+    from llmb.perfmodel.step_time.csv_table import describe_unused
     from llmb.report.table import render
 
     data: list[dict[str, Any]] = []
-    for row in read_serving_rows(options.rows):
+    rows = read_serving_rows(options.rows)
+    if unused := describe_unused(rows[0].cells, COLUMNS):
+        print(unused, file=sys.stderr)
+    for row in rows:
         data.append({"row": row.number, **_row_data(row.setup, row.reason, options.what_if)})
     if options.json:
         print("[" + ",\n".join(map(json.dumps, data)) + "]")

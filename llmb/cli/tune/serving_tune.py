@@ -15,9 +15,9 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.serving_time.serving_constants import parse_engine
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings, serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
-from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
+from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.setup_fields import parse_scales
 from llmb.perfmodel.tune.serving_candidate import ServingCandidate
 from llmb.perfmodel.tune.serving_search import ServingSearch, search_serving
@@ -114,7 +114,7 @@ def _model_run(options: argparse.Namespace, settings: list[str]) -> tuple[Servin
         raise ConfigError(f"--model with --task serve needs {flags}; GPU types are: {', '.join(FABRICS)}")
     gpu = gpu_name(options.gpu_type)
     shape, dtype, engine = (
-        served_shape(options.model),
+        find_or_read_shape(options.model),
         (options.dtype or "bf16").lower(),
         parse_engine(options.engine or "vllm"),
     )

@@ -62,7 +62,7 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
     slots = min(setup.concurrency, cache_slots(setup, work), setup.max_batch_size * setup.attention_dp)
     isl, osl = setup.isl * setup.length_ratio, max(2.0, setup.osl * setup.length_ratio)
     mixed = setup.engine not in SEPARATE_PREFILL
-    decodes = slots / setup.attention_dp
+    decodes = slots / setup.attention_dp / setup.pp  # of one step: each pipeline stage works on its own part
     budget = max(setup.max_num_tokens - (decodes if mixed else 0), setup.max_num_tokens / 8)
     chunks = -(-isl // budget)
     together = max(1.0, min(decodes, budget // isl))
@@ -129,8 +129,14 @@ def _decode_step(work: ServingWork, load: Load, r: ServingRates, batch: Number, 
     terms = step_seconds(
         work, r, tokens=tokens, all_tokens=tokens * load.replicas, sampled=tokens, decodes=requests, context=context
     )
-    terms["communication"] = terms["communication"] + (load.stages - 1) * r.ring  # sends between stages
+    _add_stages(terms, load, r)
     return {name: seconds * (1 + load.drafts * load.draft_cost) for name, seconds in terms.items()}
+
+
+def _add_stages(terms: dict[str, Number], load: Load, r: ServingRates) -> None:
+    """Add what a pipeline costs: sends between its stages, and the host of every further one, which prepares inputs."""
+    terms["communication"] = terms["communication"] + (load.stages - 1) * r.ring
+    terms["host"] = terms["host"] + (load.stages - 1) * r.host_step
 
 
 def _prefill(
@@ -153,6 +159,7 @@ def _prefill(
         pairs=together * load.isl**2 / 2 / load.chunks,
         window_pairs=together * window_pairs / load.chunks,
     )
+    _add_stages(terms, load, r)
     # Without CUDA graphs the host launches every kernel, and the GPU waits where that takes longer than its work.
     launched = total(terms) - terms["host"]
     terms["launch"] = terms["launch"] + longer(launched, work.kernels * r.eager) - launched

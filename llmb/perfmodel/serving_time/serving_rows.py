@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmb.errors import ConfigError, LlmbError
-from llmb.perfmodel.model_catalog import ModelShape, find_model
+from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.serving_time.serving_constants import ENGINES, parse_engine
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
@@ -27,7 +27,10 @@ KNOBS = ("max_num_tokens", "max_batch_size", "receive_interval", "draft_tokens")
 DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}  # of a step
 SPECULATIVE = ("1.2.0rc6.post3",)  # TensorRT-LLM of recipes with a multi-token-prediction layer
 UNVERSIONED = "0"  # rows without a version are from the first published runs, of 2025
-SUFFIXES = re.compile(r"(-instruct|-thinking|-chat|-it)?(-2507|-0324|-0528)?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+)?$")
+COLUMNS = (
+    "model", "backend", "backend_version", "system", "precision", "isl", "osl", "concurrency", "tp", "pp",
+    "attention_dp", "moe_tp", "moe_ep", "kv_dtype", *KNOBS, "length_ratio", "ttft_ms", "tpot_ms",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,30 +52,13 @@ def read_serving_rows(path: Path) -> list[ServingRow]:
 
 def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
     """Return the description of one row."""
-    cells = {name: (value or "").strip().lower() for name, value in cells.items() if name}
+    cells = {name: _cell(name, value) for name, value in cells.items() if name}
     try:
         setup = _setup(cells)
         ttft, tpot = positive_cell(cells, "ttft_ms"), positive_cell(cells, "tpot_ms")
     except LlmbError as error:
         return ServingRow(number=number, cells=cells, reason=str(error).split("; choices are")[0])
     return ServingRow(number=number, cells=cells, setup=setup, ttft_ms=ttft, tpot_ms=tpot)
-
-
-def served_shape(text: str) -> ModelShape:
-    """Return the shape of a served model by its name, or from a config.json or its folder."""
-    return find_or_read_shape(text, find_served_model, owners=True)
-
-
-def find_served_model(name: str) -> ModelShape:
-    """Return the shape of a model named as on Hugging Face, with or without owner and suffixes of a checkpoint."""
-    base = name.rsplit("/", 1)[-1].lower()
-    short = SUFFIXES.sub("", base)
-    for candidate in (base, short, short.removeprefix("meta-").replace("llama-", "llama")):
-        try:
-            return find_model(candidate)
-        except LlmbError:
-            continue
-    return find_model(base)
 
 
 def _setup(cells: dict[str, str]) -> ServingSetup:
@@ -82,7 +68,7 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
     engine = parse_engine(cells["backend"])
     if engine not in ENGINES:
         raise ConfigError(f"engine {cells['backend']} is not modelled")
-    shape, gpu = find_served_model(cells["model"]), cells["system"].removesuffix("_sxm")
+    shape, gpu = find_or_read_shape(cells["model"]), cells["system"].removesuffix("_sxm")
     if cells.get("precision", "") not in DTYPES:
         raise ConfigError(f"precision {cells['precision']} is not modelled")
     dtype = DTYPES[cells.get("precision", "")]
@@ -108,6 +94,12 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
         length_ratio=positive_cell(cells, "length_ratio") or (RANDOM_RATIO if recipe else 1.0),
         **_knobs(cells, engine, gpu, attention_dp, shape.model.mla is not None),
     )
+
+
+def _cell(name: str, value: str | None) -> str:
+    """Return a cell as text; case matters only in the path of a config.json."""
+    text = (value or "").strip()
+    return text if name == "model" else text.lower()
 
 
 def _is_recipe(cells: dict[str, str]) -> bool:
@@ -159,7 +151,7 @@ def _layout(cells: dict[str, str], shape: ModelShape) -> tuple[int, int, int, in
         ep = moe_tp = 1
     elif cells.get("attention_dp") and moe_tp == ep > 1 and tp * dp == ep * ep:
         tp, dp, moe_tp = (tp // ep, 1, 1) if tp > 1 else (1, dp // ep, 1)
-    if tp * dp > MOST_RANKS or shape.model.heads % tp:
+    if tp * dp > MOST_RANKS:
         raise ConfigError(f"{tp * dp} GPUs: disaggregated prefill and decode, whose split no column tells")
     if shape.model.experts and (ep * moe_tp != tp * dp):
         moe_tp = tp * dp // ep

@@ -11,6 +11,7 @@ from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import ServingWork
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.fitted_constants import Constants
+from llmb.perfmodel.step_time.step_constants import calibrated
 
 TERMS = ("gemm", "experts", "attention", "memory_bound", "communication", "launch", "host")
 NORM = 4
@@ -18,7 +19,8 @@ NORM = 4
 LEAST_PADDING, MOST_PADDING = 16, 128
 EVEN = 0.01  # variance of the popularity of experts with random weights, which the native engine benchmarks
 
-# Family of a GPU -> that of its constants: there is no published row of the others.
+# Family of a GPU -> that of its constants: there is no published row of the others. Blackwell Ultra gains what it gains
+# in training, by its power limit.
 FAMILIES = {"ampere": "hopper", "hopper": "hopper", "blackwell": "blackwell", "blackwell-ultra": "blackwell"}
 
 Number = Any  # float, or an array with one value per row
@@ -55,7 +57,7 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
     """Return the rates of a setup."""
     family, peaks = FAMILIES[on.fabric.family], on.gpu.peak_flops
     native = "_native" if setup.engine == "native" else ""
-    clock = on.fabric.clock
+    clock = on.fabric.clock * (calibrated()["ultra_gain"] if on.fabric.family.endswith("-ultra") else 1.0)
     bf16 = peaks["bf16"] * c[f"gemm_bf16_{family}"] * clock
     low = {
         "bf16": bf16,

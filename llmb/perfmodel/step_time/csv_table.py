@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,12 @@ def read_table(path: Path, parse: Callable[[dict[str, str], int], Row], columns:
     if not rows:
         raise ConfigError(f"{path} has no rows; it needs a line of columns such as {columns}")
     return rows
+
+
+def describe_unused(cells: dict[str, str], columns: Sequence[str]) -> str | None:
+    """Return a line about the columns of a file that mean nothing here; None: there are none."""
+    unused = [name for name in cells if name not in columns]
+    return f"columns that are not used: {', '.join(unused)}; columns are: {', '.join(columns)}" if unused else None
 
 
 def positive_cell(cells: dict[str, str], name: str) -> float | None:

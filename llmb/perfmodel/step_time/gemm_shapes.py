@@ -95,10 +95,10 @@ def _mla(setup: StepSetup, model: Model) -> list[Gemm]:
     assert model.mla is not None
     ranks, tokens, tp = model.mla, setup.tokens, setup.parallel.tp
     key, value = ranks.nope_dim + ranks.rope_dim, ranks.value_dim
+    latents = [width for width in (ranks.q_rank, ranks.kv_rank + ranks.rope_dim) if width]
     return [
-        Gemm(tokens / tp, ranks.q_rank, model.hidden),
-        Gemm(tokens / tp, ranks.kv_rank + ranks.rope_dim, model.hidden),
-        Gemm(tokens, model.heads * key / tp, ranks.q_rank, tp_split="columns"),
+        *(Gemm(tokens / tp, width, model.hidden) for width in latents),
+        Gemm(tokens, model.heads * key / tp, ranks.q_rank or model.hidden, tp_split="columns"),
         Gemm(tokens, model.heads * (ranks.nope_dim + value) / tp, ranks.kv_rank, tp_split="columns"),
         Gemm(tokens, model.hidden, model.heads * value / tp, tp_split="rows"),
     ]

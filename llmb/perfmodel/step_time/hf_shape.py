@@ -2,12 +2,12 @@
 
     read_hf_shape(Path("config.json")).model.layers
 
-Settings that change no count of weights or FLOPs are ignored. The strict reader, for
-networks that run here, is `config/huggingface/hf_config.py`.
+Settings that change no count of weights or FLOPs are ignored; blocks that are not modelled are
+refused by their name. The strict reader, for networks that run here, is
+`config/huggingface/hf_config.py`.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,47 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.model_catalog import ModelShape, find_model, run_shape
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-UNGATED = ("gpt2", "gpt_neox", "nemotron", "nemotron_h")  # model types with up and down projections only
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Names of other model types: GPT-2, MPT, DBRX, Bloom, Falcon, OPT, ChatGLM, Nemotron-H.
+OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "vocab_size": ("padded_vocab_size",),
+    "intermediate_size": ("ffn_hidden_size", "ffn_dim", "n_inner"),
+    "num_key_value_heads": ("num_kv_heads", "multi_query_group_num", "kv_n_heads"),
+    "head_dim": ("attention_head_dim", "kv_channels"),
+}
+# Model types with up and down projections only; those that name no width have four times the hidden size.
+UNGATED = (
+    "arcee", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron",
+    "nemotron_h", "opt", "persimmon", "phi", "starcoder2",
+)  # fmt: skip
+HYBRID_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}  # of `layers_block_type`
+ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # of `layer_types`
+# Fields of config.json -> what they describe, which no cost function here counts.
+NOT_MODELLED = {
+    "index_topk": "sparse attention with an indexer",
+    "linear_attn_config": "linear attention",
+    "linear_num_value_heads": "linear attention (gated delta net)",
+    "attn_type_list": "linear attention",
+    "mamba_d_state": "Mamba layers other than Nemotron-H's",
+    "attn_layer_period": "Mamba layers other than Nemotron-H's",
+    "state_size": "Mamba layers other than Nemotron-H's",
+    "block_configs": "layers that differ in their sizes",
+    "is_encoder_decoder": "an encoder and a decoder",
+}
+ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert", "deberta", "deberta-v2")
+CHUNKED_INTERVAL = 4  # of Llama 4: every fourth layer attends to all tokens
 
 
-def find_or_read_shape(text: str, find: Callable[[str], ModelShape] = find_model, owners: bool = False) -> ModelShape:
+def find_or_read_shape(text: str, size: str = "") -> ModelShape:
     """Return the shape of a model by its name, or from a config.json or its folder.
 
-    `owners`: names may have the owner of Hugging Face before a slash, so that not every slash makes a path.
+    A slash alone makes no path: names may have their owner on Hugging Face before it.
     """
-    has_path = text.startswith((".", os.sep)) if owners else os.sep in text
-    return read_hf_shape(Path(text)) if text.endswith(".json") or has_path or Path(text).is_dir() else find(text)
+    is_path = text.endswith(".json") or text.startswith((".", os.sep)) or Path(text).is_dir()
+    return read_hf_shape(Path(text)) if is_path else find_model(text, size)
 
 
 def read_hf_shape(path: Path) -> ModelShape:
@@ -41,12 +71,39 @@ def read_hf_shape(path: Path) -> ModelShape:
     data = read_json(path)
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a JSON object, as a Hugging Face config.json is")
-    config = {**data, **data["text_config"]} if isinstance(data.get("text_config"), dict) else data
+    config = _flattened(data)
+    _check_modelled(config, path)
     if (model := _dense_model(config)) is not None:
         return replace(run_shape(model), checkpoint=_checkpoint(config.get("quantization_config")))
     if missing := [name for name in REQUIRED if config.get(name) is None]:
-        raise ConfigError(f"{path} has no {', '.join(missing)}: not a language model's config.json")
+        raise ConfigError(f"{path} has no {', '.join(missing)}: not the config.json of a decoder-only language model")
     return _shape(config, path)
+
+
+def _flattened(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model, under their usual names."""
+    config = dict(data)
+    for section in ("text_config", "attn_config", "ffn_config"):
+        config |= data[section] if isinstance(data.get(section), dict) else {}
+    for name, others in OTHER_NAMES.items():
+        values = [config[other] for other in others if config.get(other) is not None]
+        if values and config.get(name) is None:
+            config[name] = values[0]
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        config["num_key_value_heads"] = 1
+    return config
+
+
+def _check_modelled(config: dict[str, Any], path: Path) -> None:
+    """Refuse blocks that are not modelled, by the field that describes them."""
+    for name, feature in NOT_MODELLED.items():
+        if config.get(name):
+            raise ConfigError(f"{path}: {name} ({feature}) is not modelled, so nothing is predicted")
+    kinds = convert(tuple[str, ...], config.get("layer_types") or (), "config.json: layer_types")
+    if unknown := sorted(set(kinds) - set(ATTENTION_TYPES)):
+        raise ConfigError(f"{path}: layer_types: {', '.join(unknown)} is not modelled, so nothing is predicted")
+    if config.get("model_type") in ENCODERS:
+        raise ConfigError(f"{path}: model_type {config['model_type']}: an encoder is not modelled")
 
 
 def _dense_model(config: dict[str, Any]) -> Model | None:
@@ -80,22 +137,23 @@ def _required(config: dict[str, Any], name: str) -> int:
 def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     hidden, layers, heads, vocab = (_required(config, name) for name in REQUIRED)
     experts = _experts(config, layers)
+    gated = config.get("model_type") not in UNGATED
     ffn = _count(config, "intermediate_size_mlp", "intermediate_size") or (experts.ffn if experts else None)
-    if ffn is None:
+    if ffn is None and gated:
         raise ConfigError(f"{path} has no intermediate_size")
     model = Model(
         name=str(config.get("_name_or_path") or config.get("model_type") or path.parent.name or "model"),
         architecture="llama",
         layers=layers,
         hidden=hidden,
-        ffn=ffn,
-        gated=config.get("model_type") not in UNGATED,
+        ffn=ffn or 4 * hidden,
+        gated=gated,
         heads=heads,
         kv_heads=_count(config, "num_key_value_heads") or heads,
         head_dim=_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        pattern=convert(str | None, config.get("hybrid_override_pattern"), "config.json: hybrid_override_pattern"),
+        pattern=_pattern(config),
         experts=experts,
         mla=_mla(config),
         mamba=_mamba(config),
@@ -113,12 +171,24 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     )
 
 
+def _pattern(config: dict[str, Any]) -> str | None:
+    """Return one letter per layer of a hybrid, from hybrid_override_pattern or, in newer files, layers_block_type."""
+    if not (kinds := convert(tuple[str, ...], config.get("layers_block_type") or (), "config.json: layers_block_type")):
+        return convert(str | None, config.get("hybrid_override_pattern"), "config.json: hybrid_override_pattern")
+    if unknown := sorted(set(kinds) - set(HYBRID_LETTERS)):
+        raise ConfigError(f"config.json: layers_block_type: {', '.join(unknown)} is not modelled")
+    return "".join(HYBRID_LETTERS[kind] for kind in kinds)
+
+
 def _window(config: dict[str, Any]) -> tuple[int | None, int]:
     """Return the tokens that a query of a windowed layer attends to, on average, and the number of such layers."""
-    kinds = convert(tuple[str, ...], config.get("layer_types") or (), "config.json: layer_types")
-    if chunked := kinds.count("chunked_attention"):  # a query attends to half of its chunk
-        return _required(config, "attention_chunk_size") // 2, chunked
-    windowed = kinds.count("sliding_attention")
+    kinds = config.get("layer_types") or ()
+    layers, chunk = _required(config, "num_hidden_layers"), _count(config, "attention_chunk_size")
+    chunked = kinds.count("chunked_attention") if kinds else layers - layers // CHUNKED_INTERVAL
+    if chunk and chunked:  # a query attends to half of its chunk
+        return chunk // 2, chunked
+    pattern = _count(config, "sliding_window_pattern")  # the last of so many layers attends to all tokens
+    windowed = kinds.count("sliding_attention") if kinds or not pattern else layers - layers // pattern
     return (_count(config, "sliding_window"), windowed) if windowed else (None, 0)
 
 
@@ -148,15 +218,17 @@ def _experts(config: dict[str, Any], layers: int) -> MoEConfig | None:
     if "llama4" in str(config.get("model_type")):
         shared = 1
     step = _count(config, "interleave_moe_layer_step", "decoder_sparse_step") or 1
-    dense = _count(config, "first_k_dense_replace") or layers - layers // step
-    top_k = _count(config, "num_experts_per_tok", "top_k_experts") or 1
+    dense = _count(config, "first_k_dense_replace") or layers - layers // step + len(
+        config.get("mlp_only_layers") or ()
+    )
+    top_k = _count(config, "num_experts_per_tok", "top_k_experts", "moe_top_k") or 1
     latent = _count(config, "moe_latent_size")
     return MoEConfig(count=count, top_k=top_k, ffn=ffn, shared=shared, latent=latent, dense_layers=dense)
 
 
 def _mla(config: dict[str, Any]) -> MlaConfig | None:
-    q_rank, kv_rank = _count(config, "q_lora_rank"), _count(config, "kv_lora_rank")
-    if q_rank is None or kv_rank is None:
+    q_rank, kv_rank = _count(config, "q_lora_rank") or 0, _count(config, "kv_lora_rank")
+    if kv_rank is None:
         return None
     nope_dim, rope_dim, value_dim = (
         _required(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -2,8 +2,9 @@
 
     for row in read_rows(Path("published_training.csv")): row.setup, row.step_time_s, row.reason
 
-Columns: model, size, task, gpu, dtype, gpus, seqlen, gbs, mbs, tp, pp, cp, vp, ep, etp, fsdp, cuda_graphs,
-recompute_layers; optional source and notes name engine, release and knobs; measured values may be empty.
+Columns: model (a name, or the path of a config.json), size, task, gpu, dtype, gpus, seqlen, gbs, mbs, tp, pp, cp, vp,
+ep, etp, fsdp, cuda_graphs, recompute_layers, offload_layers; those of SETTINGS, as with `--set`; optional source and
+notes name engine, release and knobs; measured values may be empty.
 """
 
 import math
@@ -13,10 +14,11 @@ from pathlib import Path
 
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, LlmbError
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
+from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.predictor import model_flops, peak_flops, step_memory
 from llmb.perfmodel.step_time.recipe_settings import with_recipe
+from llmb.perfmodel.step_time.setup_fields import parse_settings
 from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, Recompute, StepSetup, parse_dtype
 from llmb.perfmodel.step_time.waterfall import step_work
 
@@ -26,6 +28,13 @@ PACKED_TOKENS = 512  # per document of the question-answering data that fine-tun
 BATCH_TOLERANCE = 0.2  # of log FLOPs: formulas for attention and MTP differ by less, batches by a factor of 2
 IMPOSSIBLE = 2.0  # times the memory of the GPU: beyond what an estimate may miss
 POSITIVE = ("gpus", "mbs", "tp", "pp", "cp", "ep")
+# Columns that say what source and notes leave open: fields of `--set`.
+SETTINGS = ("engine", "dispatcher", "recompute", "layers", "mtp", "overlap_experts", "fused_experts", "fp8_attention")
+COLUMNS = (
+    "source", "model", "size", "task", "gpu", "dtype", "gpus", "seqlen", "gbs", "mbs", "tp", "pp", "cp", "vp", "ep",
+    "etp", "fsdp", "ga", "cuda_graphs", "recompute_layers", "offload_layers", *SETTINGS, "step_time_s", "tokens_per_s",
+    "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_percent", "notes",
+)  # fmt: skip
 GRAPH_PARTS = ("attn", "mamba", "moe_router", "moe_preprocess")
 
 
@@ -73,7 +82,7 @@ def _as_run(setup: StepSetup) -> StepSetup:
 def _cell(name: str, value: str | None) -> str:
     """Return a cell as text; in settings, case does not matter and none is empty."""
     text = (value or "").strip()
-    if name in ("source", "notes"):
+    if name in ("source", "notes", "model"):
         return text
     return "" if text.lower() in ("none", "null", "nan") and name != "cuda_graphs" else text.lower()
 
@@ -106,14 +115,15 @@ def is_possible(setup: StepSetup, seconds: float) -> bool:
 def _setup(cells: dict[str, str]) -> StepSetup:
     if not cells.get("model"):
         raise ConfigError("no model")
-    shape = find_model(cells["model"], cells.get("size", ""))
+    shape = find_or_read_shape(cells["model"], cells.get("size", ""))
     _require(cells, "gpu", "gpus", "dtype")
-    engine = engine_of(cells.get("source", ""), cells.get("notes", ""))
+    settings = parse_settings([f"{name}={cells[name]}" for name in SETTINGS if cells.get(name)])
+    engine = settings.pop("engine", None) or engine_of(cells.get("source", ""), cells.get("notes", ""))
     dtype = parse_dtype(cells["dtype"])
     cells = with_recipe(cells, shape, dtype, recent=engine == "megatron-bridge-2026")
     _require(cells, "mbs")
     notes = cells.get("notes", "")
-    if not engine.startswith("megatron") or "without MTP" in notes:
+    if not settings.pop("mtp", engine.startswith("megatron") and "without MTP" not in notes):
         shape = replace(shape, mtp_depth=0)
     seqlen = _count(cells, "seqlen") or (DEFAULT_SEQLEN if engine == "torchtitan" else None)
     if seqlen is None:
@@ -124,7 +134,7 @@ def _setup(cells: dict[str, str]) -> StepSetup:
     graphs = float(captures == "true" or "full_iteration" in captures)
     # Whole iterations with experts can only be captured without waiting for the host, which these kernels do not.
     captured = shape.model.experts is not None and graphs == 1.0 and engine == "megatron-bridge-2026"
-    return StepSetup(
+    setup = StepSetup(
         shape=shape,
         gpu=cells["gpu"],
         gpus=gpus,
@@ -152,6 +162,7 @@ def _setup(cells: dict[str, str]) -> StepSetup:
         document_tokens=None if task == "pretrain" else PACKED_TOKENS,
         watts=REDUCED_WATTS if "500W" in notes or "lower TDP" in notes else None,
     )
+    return replace(setup, **settings)
 
 
 def _require(cells: dict[str, str], *names: str) -> None:

@@ -42,8 +42,8 @@ def _as_released(cells: dict[str, str], shape: ModelShape, dtype: str) -> dict[s
     if release is None:
         return cells
     for settings in _data()["releases"]:
-        same = (settings["release"], settings["gpu"], settings["dtype"]) == (release[2], cells.get("gpu"), dtype)
-        if same and find_model(settings["model"]) == shape:
+        same = (settings["release"], settings["gpu"]) == (release[2], cells.get("gpu"))
+        if same and settings.get("dtype", dtype) == dtype and find_model(settings["model"]) == shape:
             names = tuple(name for name in settings if name not in ("release", *IDENTITY))
             described = {name: cell for name, cell in cells.items() if name == "notes" or name not in names}
             return _filled(described, settings, names)

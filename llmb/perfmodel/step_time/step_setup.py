@@ -6,7 +6,7 @@ StepSetup(shape=find_model("llama3.1-8b"), gpu="h100", gpus=8, dtype="fp8", seql
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmb.config.spec import Parallel, RunConfig, Training
+from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
 from llmb.perfmodel.model_catalog import ModelShape, run_shape
@@ -42,7 +42,7 @@ class StepSetup:
     layers: int | None = None  # of a model with fewer layers than the published one
     recompute: Recompute = "none"
     recompute_layers: int | None = None  # of a pipeline rank, with recompute full; none: all
-    recompute_modules: tuple[str, ...] = ()  # of every layer: Megatron's core_attn, layernorm, moe_act, moe, mlp
+    recompute_modules: tuple[str, ...] = ()  # of every layer, by Megatron's names: step_work.py
     offload_layers: int = 0  # of a pipeline rank: activations in host memory
     graphs: float = 0.0  # fraction of the launches that CUDA graphs replace; 1: the whole step, experts too
     graph_parts: tuple[str, ...] = ()  # instead, parts of layers captured: attn, mamba, moe_router, moe_preprocess
@@ -65,6 +65,10 @@ class StepSetup:
             _check_count(name, getattr(self.parallel, name))
         if self.dtype not in DTYPES:
             raise UnknownName("dtype", self.dtype, DTYPES)
+        peaks = gpu(self.gpu).peak_flops
+        if peaks and self.peak_dtype not in peaks:
+            dtypes = [dtype for dtype in DTYPES if dtype.partition("-")[0] in peaks]
+            raise ConfigError(f"{self.gpu} has no {self.peak_dtype} GEMMs; data types are: {', '.join(dtypes)}")
         if self.task not in TASKS:
             raise UnknownName("task", self.task, TASKS)
         ranks = self.parallel.tp * self.parallel.pp * self.parallel.cp
@@ -74,8 +78,7 @@ class StepSetup:
             raise ConfigError(
                 f"gbs {self.gbs} is not a multiple of dp x mbs = {self.dp} x {self.mbs} = {self.dp * self.mbs}"
             )
-        if self.shape.model.experts and self.shape.model.experts.count % self.parallel.ep:
-            raise ConfigError(f"ep {self.parallel.ep} does not divide {self.shape.model.experts.count} experts")
+        _check_shards(self.shape.model, self.parallel)
         if self.layer_count < self.parallel.pp * (self.parallel.vp or 1) // 2:
             raise ConfigError(f"pp x vp = {self.parallel.pp * (self.parallel.vp or 1)} for {self.layer_count} layers")
 
@@ -145,6 +148,17 @@ def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates |
         formats=native_formats(config),
         rates=rates,
     )
+
+
+def _check_shards(model: Model, split: Parallel) -> None:
+    """Refuse tp that splits a head, and ep that splits an expert or has none to distribute."""
+    if model.heads % split.tp:
+        possible = [tp for tp in range(1, model.heads + 1) if model.heads % tp == 0]
+        raise ConfigError(f"tp {split.tp} does not divide {model.heads} attention heads; possible: {possible}")
+    if model.experts is None and split.ep > 1:
+        raise ConfigError(f"{model.name} has no experts: ep {split.ep} is not possible, use tp, pp or fsdp")
+    if model.experts and model.experts.count % split.ep:
+        raise ConfigError(f"ep {split.ep} does not divide {model.experts.count} experts")
 
 
 def _check_count(name: str, value: object) -> None:

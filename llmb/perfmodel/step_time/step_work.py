@@ -86,7 +86,7 @@ class RankWork:
     mamba_layers: float  # blocks of Mamba outside CUDA graphs
     captured_blocks: float  # blocks that are a CUDA graph of their own
     sharded_blocks: float  # blocks whose weights FSDP gathers, outside CUDA graphs
-    mlp_flops: float  # forward, of MLPs and experts, as a fraction of all GEMMs
+    module_gemms: dict[str, float]  # forward, of modules that Megatron recomputes by name, as fractions of all GEMMs
     expert_layers: float
     local_experts: float
     step_bytes: float  # memory traffic of the optimizer in a step
@@ -117,7 +117,7 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
         mamba_layers=counts.get("mamba", 0.0) * launched(setup, "mamba"),
         captured_blocks=sum(count for kind, count in counts.items() if is_captured(setup, kind)),
         sharded_blocks=sum(counts.values()) * (1.0 - setup.graphs) if split.fsdp else 0.0,
-        mlp_flops=_mlp_fraction(setup, counts),
+        module_gemms=_module_gemms(setup, counts),
         expert_layers=counts.get("experts", 0.0),
         local_experts=model.experts.count / split.ep if model.experts else 0.0,
         step_bytes=trained * (UPDATE_BYTES * sharded + 4.0 * (dense + routed + ends)),
@@ -170,9 +170,11 @@ def is_captured(setup: StepSetup, kind: str) -> bool:
     return kind.replace("mla", "attention") in [CAPTURED.get(part) for part in setup.graph_parts]
 
 
-def _mlp_fraction(setup: StepSetup, counts: dict[str, float]) -> float:
+def _module_gemms(setup: StepSetup, counts: dict[str, float]) -> dict[str, float]:
+    """Return the GEMMs of modules: `mlp` is the dense MLP only, `moe` routed and shared experts."""
     macs = {kind: count * sum(gemm.macs for gemm in block_gemms(setup, kind)) for kind, count in counts.items()}
-    return (macs.get("mlp", 0.0) + macs.get("experts", 0.0)) / sum(macs.values())
+    blocks = {"mlp": "mlp", "moe": "experts"}
+    return {name: macs.get(kind, 0.0) / sum(macs.values()) for name, kind in blocks.items()}
 
 
 def _expert_replicas(setup: StepSetup) -> float:

@@ -11,6 +11,7 @@ Besides divisibility (`config/parallel_layout.py`) a layout obeys what clusters 
 - cp leaves every rank chunks of 512 tokens or more, two each: shorter ones hide no ring behind their attention.
 - Interleaving does not make the fullest pipeline rank fuller: 126 layers over 8 x 8 stages are at most 16 a rank, as
   over 8, but 80 over 8 x 4 would be 12 instead of 10. Hybrids are not interleaved, as their layers differ in cost.
+- Stages of a hybrid have equally many layers in Megatron before 2026, whose hybrid stack splits no other way.
 - A pipeline has a micro-batch for every stage; interleaved, in whole rounds of pp.
 - fsdp is combined with neither a pipeline nor experts, except in torchtitan and the native engine: Megatron's gathers
   all weights of a rank for every micro-batch, and no published run of it does either. Megatron of 2024 had none.
@@ -33,6 +34,7 @@ FEWEST_TOKENS = 1024  # of a sequence on each of cp ranks
 MOST_MICRO_BATCH = 16  # sequences: beyond, only memory grows
 SPLITS_EXPERTS_BY_TP = ("megatron-2024",)  # engines without an etp of its own
 WITHOUT_FSDP = ("megatron-2024",)  # NeMo 24.09 to 25.02: the optimizer state is sharded, weights are not
+EVEN_HYBRIDS = ("megatron", "megatron-2024", "megatron-bridge")  # whose stages of hybrids have equally many layers
 FSDP_ANYWHERE = ("torchtitan", "native")  # engines that shard the weights of pipeline stages and of experts
 Fixed = Mapping[str, Any]
 
@@ -56,7 +58,7 @@ def layouts(base: StepSetup, fixed: Fixed) -> Iterator[Parallel]:
     for tp, cp in _sequence_splits(base, fixed):
         for pp in _values(fixed, "pp", _divisors(base.gpus)):
             dp, remainder = divmod(base.gpus, tp * cp * pp)
-            if remainder or base.gbs % dp or pp > base.layer_count:
+            if remainder or base.gbs % dp or pp > base.layer_count or _is_uneven_hybrid(base, pp):
                 continue
             for ep, etp in _expert_splits(base, fixed, tp, dp * cp * tp):
                 for vp, fsdp in _pipelines(base, fixed, pp, dp * cp):
@@ -117,6 +119,10 @@ def _pipelines(base: StepSetup, fixed: Fixed, pp: int, replicas: int) -> Iterato
         for fsdp in _values(fixed, "fsdp", (False, True)):
             if not fsdp or (replicas > 1 and (may_shard or "fsdp" in fixed)):
                 yield (vp if vp > 1 else None), fsdp
+
+
+def _is_uneven_hybrid(base: StepSetup, pp: int) -> bool:
+    return base.shape.model.pattern is not None and base.engine in EVEN_HYBRIDS and base.layer_count % pp > 0
 
 
 def _has_schedule(parallel: Parallel, ga: int) -> bool:
