@@ -46,7 +46,7 @@ def from_hf_rope(config: HfConfig, layer_type: str = "") -> dict[str, Any]:
     rope_type = str(fields.get("rope_type", fields.get("type", "default")))
     if rope_type == "default":
         return common
-    scalings = ROPE_FIELDS if layer_type else ROPE_FIELDS.keys() - {"linear"}
+    scalings = ROPE_FIELDS.keys() if layer_type else {"yarn"}
     if rope_type not in scalings:
         raise UnknownName("rope_type of config.json:", rope_type, ("default", *sorted(scalings)))
     if rope_type == "yarn":
@@ -55,6 +55,7 @@ def from_hf_rope(config: HfConfig, layer_type: str = "") -> dict[str, Any]:
         factor = fields.get("attention_factor")
         if factor not in (None, 1.0) or (factor is None and not fields["mscale"] == fields["mscale_all_dim"] != 0):
             raise ConfigError(
-                "config.json: yarn with a factor on cosine and sine (mscale, attention_factor) is not supported"
+                "config.json: rope_type yarn with a factor on cosine and sine (mscale, attention_factor) "
+                "is not supported"
             )
     return {**common, "scaling": rope_type, **from_hf(fields, ROPE_FIELDS[rope_type])}

@@ -57,6 +57,7 @@ class LlamaLike:
     # Where layers with a sliding window, or without RoPE, are listed. flagged_layer_types: only if use_sliding_window.
     layers_by: Literal["none", "sliding_window", "layer_types", "flagged_layer_types", "no_rope_layers"] = "none"
     has_gemma_scalars: bool = False  # softcaps, scale of attention logits and of the embedding
+    has_partial_rotary: bool = False  # partial_rotary_factor: only the first channels of a head have RoPE
     has_local_rope: bool = False  # another RoPE in layers with a sliding window
     refused: HfConfig = field(default_factory=dict)  # of config.json: field -> the only supported value
     names: dict[str, str] = field(default_factory=lambda: LLAMA_NAMES)
@@ -69,8 +70,8 @@ class LlamaLike:
     @property
     def read_fields(self) -> set[str]:
         """Fields of config.json that other architectures support with one value only."""
-        names = {"partial_rotary_factor"}
-        names |= {"attention_bias"} if self.optional_bias else set()
+        names = {"attention_bias"} if self.optional_bias else set()
+        names |= {"partial_rotary_factor"} if self.has_partial_rotary else set()
         return names | ({"sliding_window"} if self.layers_by != "none" else set())
 
     def read(self, config: HfConfig) -> dict[str, Any]:
@@ -80,6 +81,8 @@ class LlamaLike:
         if config.get("num_key_value_heads") is None:
             config["num_key_value_heads"] = config.get("num_attention_heads")
         rope = from_hf_rope(config, "full_attention")
+        if not self.has_partial_rotary:
+            check_supported(rope, {"partial_rotary_factor": 1.0})
         if rope.get("scaling", "none") not in ROPE_SCALINGS:
             raise ConfigError(
                 f"config.json: rope_type {rope['scaling']} of a {self.hf_type} is not supported; choices are: default, "
