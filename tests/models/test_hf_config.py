@@ -137,8 +137,12 @@ UNSUPPORTED = [
     (LLAMA_8B | {"sliding_window": 4096}, "sliding_window=4096 is not supported; only None is"),
     (LLAMA_8B | {"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types="),
     (
-        LLAMA_8B | {"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}},
-        "rope_type of config.json: 'longr",
+        LLAMA_8B | {"model_type": "phi3", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "unknown rope_type of config.json: 'yarn'; choices are: default, longrope",
+    ),
+    (
+        LLAMA_8B | {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},
+        "field 'short_factor' is missing",
     ),
     (LLAMA_8B | {"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True is not supported"),
     (LLAMA_8B | {"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 32 layers"),

@@ -190,10 +190,22 @@ def _from_deepseek(config: HfConfig) -> dict[str, Any]:
         "head_dim": required(config, "v_head_dim"),
         "activation": read_activation(config, "hidden_act"),
         "norm_eps": required(config, "rms_norm_eps"),
-        "rope": from_hf_rope(config),
+        "rope": _mla_rope(config),
         "experts": from_hf({"scoring_func": "sigmoid", **config}, MOE_FIELDS),
         "mla": from_hf(config, MLA_FIELDS),
     }
+
+
+def _mla_rope(config: HfConfig) -> dict[str, Any]:
+    """Read RoPE, or YaRN without a factor on cosine and sine."""
+    rope = from_hf_rope(config, "", ("yarn",))
+    if rope.pop("attention_factor", 1.0) != 1.0:
+        raise ConfigError(
+            "config.json: rope_type yarn with a factor on cosine and sine (mscale, attention_factor) is not supported "
+            "in a deepseek_v3"
+        )
+    check_supported(rope, {"truncate": True, "partial_rotary_factor": 1.0})
+    return rope
 
 
 def _check_routing(config: HfConfig) -> None:
@@ -274,6 +286,9 @@ def _check_lossless(model: Model, restored: Model) -> None:
         restored = replace(restored, head_dim=model.head_dim)  # MLA has its own head dims
     if restored.experts is not None and model.experts is not None:
         restored = replace(restored, experts=replace(restored.experts, aux_loss=model.experts.aux_loss))
+    if restored.rope is not None and model.rope is not None:
+        takes_long = model.rope.takes_long_factors  # of the run
+        restored = replace(restored, rope=replace(restored.rope, takes_long_factors=takes_long))
     if restored.rope is not None and model.rope is not None and model.rope.scaling == "none":
         partial = restored.rope.partial_rotary_factor
         restored = replace(restored, rope=replace(model.rope, theta=restored.rope.theta, partial_rotary_factor=partial))
