@@ -10,7 +10,7 @@ from typing import Any
 from infer_serving import Row
 
 from llmb.config.huggingface.hf_config import from_hf_config
-from llmb.config.spec import Model
+from llmb.config.spec import Fp8Recipe, Model, Precision
 
 LLAMA_70B: dict[str, Any] = {
     "model_type": "llama", "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 28672,
@@ -54,10 +54,15 @@ class ModelRow(Row):
     model: str
     aim_ratio: float | None = None  # of the ceiling
     floor_ratio: float | None = None
+    fp8_recipe: Fp8Recipe | None = None  # none: as the model is published
 
     @property
     def title(self) -> str:
         return f"{self.model} {super().title}"
+
+    @property
+    def precision(self) -> Precision:
+        return replace(super().precision, fp8_recipe=self.fp8_recipe)
 
 
 def _gpt_oss(model: str, isl: int, osl: int, batch: int, requests: int, budget: int, published: float) -> ModelRow:
@@ -108,3 +113,9 @@ def tiny_model(model: Model) -> Model:
 
 def tiny_row(row: ModelRow) -> ModelRow:
     return replace(row, isl=32, osl=12, batch=4, budget=48, requests=12)
+
+
+def changed_row(row: ModelRow, budget: int | None, fp8_recipe: Fp8Recipe | None) -> ModelRow:
+    """Return the row with another token budget of a step, or other scales of fp8 GEMMs where it has some."""
+    recipe = fp8_recipe if row.dtype == "fp8" else None
+    return replace(row, budget=budget or row.budget, fp8_recipe=recipe)

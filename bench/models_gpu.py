@@ -1,6 +1,7 @@
 """Whole published models served on one H200, with random weights: output tokens/s, published figures and ceilings.
 
     python bench/models_gpu.py [--json FILE] [--row gpt-oss-20b,Qwen3-32B] [--row "gpt-oss-120b mxfp4 1000/1000"]
+    python bench/models_gpu.py --row "Qwen3-32B" --fp8-recipe channelwise --budget 4096      # what if
     python bench/models_gpu.py --tiny       # very small models, with or without a GPU: shows only that it runs
 
 All requests at once, EOS ignored, whole runs; weights in the published formats: fp8, or MXFP4 experts, which stay in 4
@@ -20,9 +21,10 @@ from infer_ceilings import steady_step, terms
 from infer_llama import Served
 from infer_rates import bandwidths
 from infer_serving import config_of, measure
-from model_rows import MODELS, ROWS, ModelRow, tiny_model, tiny_row
+from model_rows import MODELS, ROWS, ModelRow, changed_row, tiny_model, tiny_row
 from options import build_parser, parse_options, select_rows
 
+from llmb.config.native.number_formats import FP8_RECIPES
 from llmb.config.spec import Inference, Model
 from llmb.perfmodel.params import parameters
 from llmb.runtime.rank_info import RankInfo
@@ -93,6 +95,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure the rows, model by model, and print a table of each when it is complete."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rows = tuple(tiny_row(row) if options.tiny else row for row in select_rows(ROWS, options.row))
+    rows = tuple(changed_row(row, options.budget, options.fp8_recipe) for row in rows)
     first = MODELS[rows[0].model]
     bench = Bench(device, first, first, rows, options.parts, options.tiny, json=options.json)
     print(describe_machine(device), flush=True)
@@ -113,7 +116,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = parse_options(build_parser(__doc__, PARTS), PARTS, ROWS)
+    parser = build_parser(__doc__, PARTS)
+    parser.add_argument("--budget", type=int, help="tokens of a step, at most, instead of each row's own")
+    parser.add_argument("--fp8-recipe", choices=FP8_RECIPES["inference"], help="instead of the published scales")
+    options = parse_options(parser, PARTS, ROWS)
     began = time.perf_counter()
     run(options)
     print(f"\n{time.perf_counter() - began:.0f} seconds in all")

@@ -1,5 +1,6 @@
 """Small models of every dense architecture, in the variants that matter: what tests prove and docs/models.md lists."""
 
+from dataclasses import replace
 from typing import Any
 
 from llmb.config.spec import Model, RopeConfig
@@ -13,6 +14,11 @@ GEMMA: dict[str, Any] = {
     "attention_scale": 24**-0.5,
 }  # fmt: skip
 
+LONGROPE = RopeConfig(
+    theta=100.0, partial_rotary_factor=0.75, scaling="longrope", factor=32.0, original_tokens=2, attention_factor=1.2,
+    short_factors=(1.0, 1.1, 1.5), long_factors=(1.0, 3.0, 9.0),
+)  # fmt: skip
+
 
 def _case(architecture: str, name: str, **fields: Any) -> Model:
     return Model(**(SIZES | {"architecture": architecture, "name": name} | fields))
@@ -23,12 +29,16 @@ DENSE_CASES = [
     _case("qwen2", "bias-tied", qkv_bias=True, tied_embeddings=True, head_dim=8),
     _case("qwen2", "window-in-later-layers", qkv_bias=True, layers=3, attention_pattern="FSS", window=7),
     _case("qwen3", "qk-norm-tied", qk_norm="head", tied_embeddings=True),
+    _case("qwen3", "yarn", qk_norm="head", rope=RopeConfig(
+        theta=100.0, scaling="yarn", factor=4.0, original_tokens=16, beta_fast=4.0, attention_factor=1.5)),
     _case("mistral", "window", attention_pattern="S", window=5),
     _case("mistral", "full-one-kv-head", kv_heads=1),
     _case("smollm3", "no-rope-layer", layers=4, attention_pattern="FFFN", tied_embeddings=True),
     _case("phi3", "fused-rows", head_dim=8),
     _case("phi3", "partial-rotary-window", rope=RopeConfig(theta=10_000.0, partial_rotary_factor=0.75),
           head_dim=8, attention_pattern="S", window=9, kv_heads=4),
+    _case("phi3", "longrope-partial-rotary", rope=LONGROPE, head_dim=8, tied_embeddings=True),
+    _case("phi3", "longrope-within-the-original-context", rope=replace(LONGROPE, original_tokens=64), head_dim=8),
     _case("olmo2", "post-norms", head_dim=8, pre_norms=False, post_norms=True, qk_norm="projection"),
     _case("gemma2", "softcaps-window", attn_logit_softcap=5.0, logit_softcap=4.0, attention_pattern="SF", window=6,
           **GEMMA),

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, Parallel
+from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, Parallel, RopeConfig
 from llmb.errors import ConfigError
 
 WIDTH = 256  # approximate hidden size; head_dim is a power of two
@@ -41,6 +41,7 @@ def small_proxy(model: Model, layout: Parallel = ONE_RANK, multiple: int = ALIGN
     head_dim = 1 << ((WIDTH // (kv_heads * group)).bit_length() - 1)
     hidden = kv_heads * group * head_dim
     kv_heads = math.lcm(kv_heads, layout.tp)
+    head_dim = max(head_dim, multiple * layout.tp // kv_heads)
     layers = _layer_count(model, layout)
     return replace(
         model,
@@ -50,12 +51,23 @@ def small_proxy(model: Model, layout: Parallel = ONE_RANK, multiple: int = ALIGN
         ffn=_round_up(_scaled_width(model.ffn, model, hidden), multiple * layout.tp),
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_dim=max(head_dim, multiple * layout.tp // kv_heads),
+        head_dim=head_dim,
+        rope=_small_rope(model.rope, head_dim) if model.rope else None,
         vocab=_round_up(min(model.vocab, VOCAB), layout.tp),
         experts=_small_moe(model.experts, model, hidden, layout) if model.experts else None,
         mla=MlaConfig(q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32) if model.mla else None,
         mamba=_small_mamba(model.mamba, hidden, layout.tp) if model.mamba else None,
     )
+
+
+def _small_rope(rope: RopeConfig, head_dim: int) -> RopeConfig:
+    """Return RoPE with factors for as many pairs as rotate in a head of another width."""
+    pairs = int(head_dim * rope.partial_rotary_factor) // 2
+    short, long = (
+        tuple(factors[index * len(factors) // pairs] for index in range(pairs)) if factors else ()
+        for factors in (rope.short_factors, rope.long_factors)
+    )
+    return replace(rope, short_factors=short, long_factors=long)
 
 
 def _layer_count(model: Model, layout: Parallel) -> int:

@@ -4,7 +4,7 @@ Recipe rows, `--set tp=4`, the `params` of a sweep and environment variables (`T
 here. Names are unique across the sections of a RunConfig.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from llmb.config.faults.fault_plan import FaultInjection
@@ -40,7 +40,8 @@ class RopeConfig:
     """Rotary position embedding (RoPE) and its context extension."""
 
     theta: float = 500_000.0
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"  # linear: all frequencies divided by the factor
+    # linear: all frequencies divided by the factor; longrope: each by its own.
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
     original_tokens: int = 8192
     low_freq_factor: float = 1.0  # llama3: pairs with fewer periods in the original context are scaled by 1 / factor
@@ -50,6 +51,10 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the pairs with these periods outwards
     mscale_all_dim: float = 0.0  # yarn: how strongly the softmax scale grows with the factor
     partial_rotary_factor: float = 1.0  # fraction of a head's channels with position embedding
+    attention_factor: float = 1.0  # of cosine and sine
+    short_factors: tuple[float, ...] = ()  # longrope: of each rotated pair, in sequences within the original context
+    long_factors: tuple[float, ...] = ()  # longrope: the same in longer sequences
+    takes_long_factors: bool = False  # longrope: whether the run has such sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +144,12 @@ class Model:
     def attention_kind(self, layer: int) -> str:
         """Return the letter of a layer in the attention pattern."""
         return self.attention_pattern[layer % len(self.attention_pattern)]
+
+    def for_context(self, tokens: int) -> "Model":
+        """Return the model as it computes sequences of up to so many tokens, which longrope depends on."""
+        if self.rope is None or self.rope.scaling != "longrope":
+            return self
+        return replace(self, rope=replace(self.rope, takes_long_factors=tokens > self.rope.original_tokens))
 
     @property
     def window_layers(self) -> int:

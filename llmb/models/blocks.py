@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
     `factor`, with a linear blend between the two bounds (in rotations).
     `yarn`: likewise, but the blend is linear over the index of the pairs, from whole pairs at both bounds.
     `linear`: all pairs are divided by `factor`.
+    `longrope`: each pair is divided by its own number, another one in sequences beyond the original context.
     """
     rotary_dim = int(head_dim * rope.partial_rotary_factor)
     if rotary_dim < head_dim:  # the other pairs do not rotate: see `hf_layout.PartialRotaryLayout`
@@ -73,6 +74,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
     frequencies = 1.0 / rope.theta**exponents
     if rope.scaling == "linear":
         return frequencies / rope.factor
+    if rope.scaling == "longrope":
+        factors = rope.long_factors if rope.takes_long_factors else rope.short_factors
+        return frequencies / torch.tensor(factors, dtype=torch.float32, device=device)
     if rope.scaling == "llama3":
         rotations = rope.original_tokens * frequencies / (2 * math.pi)
         unscaled = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
@@ -105,10 +109,30 @@ def sequential_positions(tokens: int, device: torch.device) -> Tensor:
     return torch.arange(tokens, device=device)
 
 
+class RotaryPairs(NamedTuple):
+    """What the rotary embedding does to each of the head_dim / 2 pairs."""
+
+    frequencies_D: Tensor  # radians per token
+    factors_D: Tensor | None  # of cosine and sine; none: 1
+
+    @classmethod
+    def of(cls, rope: RopeConfig, head_dim: int, device: torch.device) -> "RotaryPairs":
+        frequencies_D, factors_D = rope_frequencies(rope, head_dim, device), None
+        if rope.attention_factor != 1.0:
+            factors_D = torch.full_like(frequencies_D, rope.attention_factor)
+            factors_D[int(head_dim * rope.partial_rotary_factor) // 2 :] = 1.0  # those that do not rotate stay
+        return cls(frequencies_D, factors_D)
+
+    def table(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of positions, [T, head_dim / 2] in fp32; computed once for all layers."""
+        angles_TD = positions_T[:, None].float() * self.frequencies_D
+        cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
+        return (cos_TD, sin_TD) if self.factors_D is None else (cos_TD * self.factors_D, sin_TD * self.factors_D)
+
+
 def rope_table(rope: RopeConfig, head_dim: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the RoPE cosine and sine of positions, [T, head_dim / 2] in fp32; computed once for all layers."""
-    angles = torch.outer(positions_T.float(), rope_frequencies(rope, head_dim, positions_T.device))
-    return angles.cos(), angles.sin()
+    """Return the RoPE cosine and sine of positions, [T, head_dim / 2] in fp32."""
+    return RotaryPairs.of(rope, head_dim, positions_T.device).table(positions_T)
 
 
 @cache

@@ -224,7 +224,14 @@ def rope_config(model: Model) -> RopeConfig:
     """Return the RoPE settings of a model, or raise a ConfigError."""
     if model.rope is None:
         raise ConfigError(f"model {model.name}: a {model.architecture} needs the field rope")
-    return model.rope
+    rope = model.rope
+    pairs = int((model.mla.rope_dim if model.mla else model.head_dim) * rope.partial_rotary_factor) // 2
+    if rope.scaling == "longrope" and {len(rope.short_factors), len(rope.long_factors)} != {pairs}:
+        raise ConfigError(
+            f"model {model.name}: longrope needs {pairs} short_factors and long_factors, one for each rotated pair, "
+            f"not {len(rope.short_factors)} and {len(rope.long_factors)}"
+        )
+    return rope
 
 
 def reject_fields(model: Model, *names: str) -> None:

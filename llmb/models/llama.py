@@ -59,7 +59,4 @@ def _check(model: Model) -> None:
     if unsupported or not model.gated:
         fields = ", ".join(unsupported + ["gated=false"] * (not model.gated))
         raise ConfigError(f"model {model.name}: a llama has dense gated MLPs and plain attention, not {fields}")
-    if rope_config(model).scaling == "yarn":
-        raise ConfigError(
-            f"model {model.name}: rope scaling 'yarn' of a llama is not supported; choices are: none, linear, llama3"
-        )
+    rope_config(model)

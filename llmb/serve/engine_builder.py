@@ -11,6 +11,7 @@ differently. A draft model for speculative decoding has a cache of its own in th
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -64,10 +65,11 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int, short
     device = rank_info.device
     if rank_info.rank == 0 and work.cuda_graphs and device.type == "cuda" and not uses_cuda_graphs(groups, work):
         print("CUDA graphs are off: they need a single rank, as collectives are not captured", flush=True)
+    config = replace(config, model=config.model.for_context(max_seq_len))
     model = build_served_model(config.model, weight_source(config, device), serving_dtypes(config), groups)
     if rank_info.rank == 0 and config.model.window_layers and uses_prefix_cache(model, work):
         print("prefix_cache: layers with a sliding window keep whole sequences, to share their blocks", flush=True)
-    draft = build_draft(config, device, groups)
+    draft = build_draft(config, max_seq_len, device, groups)
     blocks = num_cache_blocks(model, work, max_seq_len, draft)
     blocks = CacheBlocks(*(min_over_ranks(count, device) for count in (blocks.full, blocks.window)))
     if shorten_to_cache:
@@ -75,13 +77,14 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int, short
     return engine_for_model(model, work, max_seq_len, blocks, draft)
 
 
-def build_draft(config: RunConfig, device: torch.device, groups: RankGroups) -> ServedModel | None:
+def build_draft(config: RunConfig, max_seq_len: int, device: torch.device, groups: RankGroups) -> ServedModel | None:
     """Build the draft model of speculative decoding; None: the run has none."""
     drafting = draft_config(config)
     if drafting is None:
         return None
     source = weight_source(config if drafts_by_first_layers(config) else drafting, device)
-    return build_served_model(drafting.model, source, serving_dtypes(drafting), groups)
+    model = drafting.model.for_context(max_seq_len)
+    return build_served_model(model, source, serving_dtypes(drafting), groups)
 
 
 def engine_for_model(

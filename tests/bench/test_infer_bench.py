@@ -83,6 +83,16 @@ def test_models_bench_runs_without_a_gpu(tmp_path):
     assert all(result["whole"] > 0 and result["ceiling"] > 0 for result in results)
 
 
+def test_a_changed_row_of_a_published_model_has_that_budget_and_fp8_recipe():
+    from model_rows import ROWS, changed_row
+
+    qwen, oss = (next(row for row in ROWS if row.model == model) for model in ("Qwen3-32B", "gpt-oss-20b"))
+    changed = changed_row(qwen, 512, "channelwise")
+    assert (changed.budget, changed.precision.fp8_recipe, changed.precision.kv_dtype) == (512, "channelwise", "fp8")
+    assert changed_row(qwen, None, None) == qwen
+    assert changed_row(oss, None, "channelwise") == oss, "its experts are in MXFP4"
+
+
 def test_ceiling_adds_the_longer_of_bytes_and_flops():
     actual = ceilings.terms(SMALL, FP8, ceilings.steady_step(isl=4, osl=4, batch=8))
     seconds = {"attention weights": 10.752, "cache": 46.08, "prompts": 20.48, "mlp weights": 21.504, "head": 12.8}

@@ -68,6 +68,15 @@ def test_as_many_requests_are_served_as_fit(tmp_path: Path) -> None:
     assert misfit(single) is None
 
 
+def test_weights_that_are_stored_in_fp8_are_served_in_fp8_where_the_gpu_can(tmp_path: Path) -> None:
+    stored = QWEN3_8B | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    serve = ("--task", "serve", "--gpu-type")
+    dtypes = {gpu: run_of(tmp_path, stored, *serve, gpu).precision.dtype for gpu in ("h100", "l4", "a10g", "cpu")}
+    assert dtypes == {"h100": "fp8", "l4": "fp8", "a10g": "bf16", "cpu": "fp32"}
+    assert run_of(tmp_path, stored, "--gpu-type", "h100").precision.dtype == "bf16"
+    assert run_of(tmp_path, stored, *serve, "h100", "--dtype", "bf16").precision.dtype == "bf16"
+
+
 def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: Path) -> None:
     tiny, large = run_of(tmp_path, TINY), run_of(tmp_path, QWEN3_8B)
     assert (tiny.machine.gpu, tiny.model.layers, tiny.model.hidden, tiny.proxy) == ("cpu", 2, 64, None)
@@ -83,7 +92,16 @@ def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: 
         (TINY, ("-w", "pretrain_grok1"), "--model names the model; leave out -w"),
         (TINY, ("--scale", "1,2"), "--model runs at one scale, got --scale 1,2"),
         (TINY | {"mlp_bias": True}, (), "mlp_bias=True is not supported"),
-        (QWEN3_8B | {"num_hidden_layers": 400}, ("--task", "serve", "--gpu-type", "h100"), "leaves no room for the KV"),
+        (
+            QWEN3_8B | {"num_hidden_layers": 400},
+            ("--task", "serve", "--gpu-type", "h100"),
+            r"leaves no room for the KV cache of one request on 1 x h100; use more GPUs \(--scale\), or --dtype fp8$",
+        ),
+        (
+            QWEN3_8B | {"num_hidden_layers": 400},
+            ("--task", "serve", "--gpu-type", "a10g"),
+            r"leaves no room for the KV cache of one request on 1 x a10g; use more GPUs \(--scale\)$",
+        ),
     ],
 )
 def test_refusals_name_the_mistake(

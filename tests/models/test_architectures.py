@@ -68,7 +68,7 @@ REJECTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"gated": False}, "not gated=false"),
         ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
         ({"head_dim": 7}, "must be even"),
-        ({"rope": RopeConfig(scaling="yarn")}, "choices are: none, linear, llama3"),
+        ({"rope": RopeConfig(scaling="longrope", long_factors=(1.0,))}, "one for each rotated pair, not 0 and 1"),
     ],
     "grok1": [
         ({"experts": None}, "a grok1 needs the field experts"),

@@ -90,8 +90,12 @@ DEEPSEEK = replace(
 NEMOTRON = nemotron_h_model(name="nemotron", hidden=48, ffn=80, head_dim=16, vocab=97, pattern="M-*-")
 
 
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
 def test_published_configs_match_the_recipes(recipes) -> None:
     assert from_hf_config(LLAMA_8B, "Llama-3.1-8B") == recipes["pretrain_llama3.1"].model("8b", {})
+    assert from_hf_config(DEEPSEEK_V3 | {"quantization_config": FP8}, "DeepSeek-V3") == DEEPSEEK
     assert from_hf_config(DEEPSEEK_V3, "DeepSeek-V3") == DEEPSEEK
 
 
@@ -115,14 +119,30 @@ def test_model_is_named_after_the_folder(tmp_path: Path) -> None:
     assert load_hf_config(tmp_path / "Llama-3.1-8B").name == "Llama-3.1-8B"
 
 
+OTHERS = (
+    "gpt2",
+    "falcon",
+    "llama4",
+    "glm4_moe",
+    "cohere",
+    "phi3small",
+    "phimoe",
+    "deepseek_v2",
+    "qwen3_next",
+    "mistral3",
+)
 UNSUPPORTED = [
-    (LLAMA_8B | {"model_type": "gpt2"}, "unknown model_type of config.json: 'gpt2'"),
+    *((LLAMA_8B | {"model_type": name}, f"unknown model_type of config.json: '{name}'") for name in OTHERS),
     (LLAMA_8B | {"mlp_bias": True}, "mlp_bias=True is not supported; only False is"),
     (LLAMA_8B | {"sliding_window": 4096}, "sliding_window=4096 is not supported; only None is"),
     (LLAMA_8B | {"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types="),
     (
-        LLAMA_8B | {"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}},
-        "rope_type of config.json: 'longr",
+        LLAMA_8B | {"model_type": "phi3", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "unknown rope_type of config.json: 'yarn'; choices are: default, longrope",
+    ),
+    (
+        LLAMA_8B | {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},
+        "field 'short_factor' is missing",
     ),
     (LLAMA_8B | {"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True is not supported"),
     (LLAMA_8B | {"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 32 layers"),
@@ -141,7 +161,30 @@ UNSUPPORTED = [
     (LLAMA_8B | {"rope_scaling": "yarn"}, "config.json.rope_scaling: expected a mapping, got 'yarn'"),
     (LLAMA_8B | {"model_type": ["llama"]}, "unknown model_type of config.json"),
     ([LLAMA_8B], "config.json: expected a mapping"),
-    (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    (LLAMA_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    (LLAMA_8B | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+    (LLAMA_8B | {"attention_bias": True, "model_type": "phi3"}, "attention_bias=True is not supported"),
+    (LLAMA_8B | {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; only 0.0 is"),
+    (
+        LLAMA_8B | {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 262_144}},
+        "dual_chunk_attention",
+    ),
+    (LLAMA_8B | {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not"),
+    (
+        LLAMA_8B | {"quantization_config": {"bits": 4, "quant_method": "gptq"}},
+        "unknown quant_method of config.json's quantization_config: 'gptq'; choices are: fp8",
+    ),
+    (LLAMA_8B | {"quantization_config": {"load_in_4bit": True}}, "quantization_config: 'None'; choices are: fp8"),
+    (LLAMA_8B | {"quantization_config": "awq"}, "config.json.quantization_config: expected a mapping, got 'awq'"),
+    (
+        {"model_type": "gemma3", "quantization_config": {"quant_method": "awq"}, "text_config": {}},
+        "quantization_config: 'awq'",
+    ),
+    (
+        DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
+        "weight_block_size=[1, 128] is not supported; only [128, 128] is",
+    ),
+    (DEEPSEEK_V3 | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_type of config.json: 'llama3'"),
     (DEEPSEEK_V3 | {"q_lora_rank": None}, "field 'q_lora_rank' is missing"),
     (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func=softmax is not supported; only sigmoid is"),
     (

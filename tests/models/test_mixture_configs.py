@@ -65,7 +65,7 @@ def test_published_configs_are_read_and_written_back(config: dict[str, Any], mod
         (GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
         (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
         (GPT_OSS, {"layer_types": ["chunked_attention"]}, "layer_types: chunked_attention is not supported"),
-        (GPT_OSS, {"quantization_config": {"quant_method": "awq"}}, "quant_method=awq is not supported"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "awq"}}, "quantization_config: 'awq'; choices are: mxfp4"),
         (GPT_OSS, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type of config.json: 'linear'"),
         (GPT_OSS, {"rope_scaling": GPT_OSS["rope_scaling"] | {"mscale": 0.5}}, "mscale=0.5 is not supported"),
         (GPT_OSS, {"num_local_experts": None}, "'num_local_experts' is missing"),

@@ -1,4 +1,4 @@
-"""Published dense models: their config.json, as far as it matters, and their numbers of parameters."""
+"""Published models: their config.json, as far as it matters, and their numbers of parameters, FLOPs and bytes."""
 
 from typing import Any
 
@@ -7,8 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmb.config.huggingface.hf_config import from_hf_config, to_hf_config
+from llmb.config.spec import Precision
 from llmb.models.architectures import build_model
-from llmb.perfmodel.params import parameters
+from llmb.perfmodel.flops import decode_flops
+from llmb.perfmodel.params import active_parameters, decode_bytes, parameters
 
 
 def _config(model_type: str, sizes: tuple[int, ...], **fields: Any) -> dict[str, Any]:
@@ -74,3 +76,62 @@ def test_published_parameters_and_layers(name: str) -> None:
         reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(model)))
     assert sum(parameter.numel() for parameter in network.parameters()) == count
     assert reference.num_parameters() == count
+
+
+TIED = {"tie_word_embeddings": True}
+PHI = {"rms_norm_eps": 1e-5, "sliding_window": None}
+QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+GEMMA2 = GEMMA | {"query_pre_attn_scalar": 256, "sliding_window": 4096}
+GEMMA3 = {"query_pre_attn_scalar": 256, "sliding_window": 1024, **GEMMA}
+OTHER_SIZES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
+    "Qwen2.5-0.5B": ("qwen2", (151_936, 896, 4864, 24, 14, 2), TIED, 494_032_768),
+    "Qwen2.5-1.5B": ("qwen2", (151_936, 1536, 8960, 28, 12, 2), TIED, 1_543_714_304),
+    "Qwen2.5-3B": ("qwen2", (151_936, 2048, 11_008, 36, 16, 2), TIED, 3_085_938_688),
+    "Qwen2.5-14B": ("qwen2", (152_064, 5120, 13_824, 48, 40, 8), {}, 14_770_033_664),
+    "Qwen2.5-32B": ("qwen2", (152_064, 5120, 27_648, 64, 40, 8), {}, 32_763_876_352),
+    "Qwen2.5-72B": ("qwen2", (152_064, 8192, 29_568, 80, 64, 8), {}, 72_706_203_648),
+    "Qwen3-0.6B": ("qwen3", (151_936, 1024, 3072, 28, 16, 8), TIED, 596_049_920),
+    "Qwen3-4B": ("qwen3", (151_936, 2560, 9728, 36, 32, 8), TIED, 4_022_468_096),
+    "Qwen3-14B": ("qwen3", (151_936, 5120, 17_408, 40, 40, 8), {}, 14_768_307_200),
+    "Qwen3-32B": ("qwen3", (151_936, 5120, 25_600, 64, 64, 8), {}, 32_762_123_264),
+    "Qwen3-235B-A22B": (
+        "qwen3_moe", (151_936, 4096, 12_288, 94, 64, 4), QWEN3_MOE | {"moe_intermediate_size": 1536}, 235_093_634_560
+    ),
+    "Mistral-7B-v0.3": ("mistral", (32_768, 4096, 14_336, 32, 32, 8), PHI, 7_248_023_552),
+    "Mistral-Nemo": ("mistral", (131_072, 5120, 14_336, 40, 32, 8), PHI | {"head_dim": 128}, 12_247_782_400),
+    "Mistral-Small-24B": ("mistral", (131_072, 5120, 32_768, 40, 32, 8), PHI | {"head_dim": 128}, 23_572_403_200),
+    "Mixtral-8x22B": (
+        "mixtral", (32_768, 6144, 16_384, 56, 48, 8), PHI | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        140_630_071_296,
+    ),
+    "gemma-2-2b": ("gemma2", (256_000, 2304, 9216, 26, 8, 4), GEMMA2, 2_614_341_888),
+    "gemma-2-27b": (
+        "gemma2", (256_000, 4608, 36_864, 46, 32, 16), GEMMA2 | {"head_dim": 128, "query_pre_attn_scalar": 144},
+        27_227_128_320,
+    ),
+    # Published with a vision tower: theirs is taken off.
+    "gemma-3-4b": ("gemma3_text", (262_208, 2560, 10_240, 34, 8, 4), GEMMA3, 4_300_079_472 - 419_816_304),
+    "gemma-3-12b": ("gemma3_text", (262_208, 3840, 15_360, 48, 16, 8), GEMMA3, 12_187_325_040 - 421_290_864),
+    "gemma-3-27b": (
+        "gemma3_text", (262_208, 5376, 21_504, 62, 32, 16), GEMMA3 | {"head_dim": 128, "query_pre_attn_scalar": 168},
+        27_432_406_640 - 423_060_336,
+    ),
+    "Phi-3-mini-4k": ("phi3", (32_064, 3072, 8192, 32, 32, 32), PHI | {"sliding_window": 2047}, 3_821_079_552),
+    "Phi-4-mini": ("phi3", (200_064, 3072, 8192, 32, 24, 8), PHI | TIED, 3_836_021_760),
+    "OLMo-2-0425-1B": ("olmo2", (100_352, 2048, 8192, 16, 16, 16), {}, 1_484_916_736),
+    "OLMo-2-1124-13B": ("olmo2", (100_352, 5120, 13_824, 40, 40, 40), {}, 13_716_198_400),
+    "OLMo-2-0325-32B": ("olmo2", (100_352, 5120, 27_648, 64, 40, 8), {}, 32_234_279_936),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_SIZES)
+def test_published_parameters_of_other_sizes(name: str) -> None:
+    model_type, sizes, fields, count = OTHER_SIZES[name]
+    model = from_hf_config(_config(model_type, sizes, **fields), name)
+    assert parameters(model) == count
+    # A generated token multiplies with every active weight once; the embedding is looked up, norms and biases are few.
+    looked_up = 0 if model.tied_embeddings else model.vocab * model.hidden
+    routers = model.layers * model.hidden * model.experts.count if model.experts else 0  # left out, as in publications
+    multiplied = pytest.approx(2 * (active_parameters(model) - looked_up - routers), rel=1e-3)
+    assert decode_flops(model, 1) == multiplied
+    assert decode_bytes(model, Precision(dtype="bf16"), 1, 1) == multiplied

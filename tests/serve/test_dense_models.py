@@ -20,6 +20,7 @@ from llmb.perfmodel.shards import layer_weights
 from llmb.serve.request import Request
 
 TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
+TOKENS = 24  # of a sequence to train
 PROMPTS, OUTPUT = (23, 3), 8  # tokens; the first prompt is longer than every window
 
 cases = pytest.mark.parametrize("model", DENSE_CASES, ids=lambda model: f"{model.architecture} {model.name}")
@@ -52,13 +53,13 @@ def test_every_dense_architecture_has_a_case() -> None:
 def test_training_and_serving_match_transformers(model: Model, tmp_path: Path) -> None:
     reference, folder = reference_network(model), tmp_path / "weights"
     reference.save_pretrained(folder)
-    network = build_model(load_hf_config(folder))
+    network = build_model(load_hf_config(folder).for_context(TOKENS))
     load_weights(network, folder)
     assert parameters(model) == sum(parameter.numel() for parameter in network.parameters())
     sizes = sum(parameter.numel() for parameter in network.layers[0].parameters())
     assert sum(weight.size for weight in layer_weights(model, 0)) == sizes
 
-    tokens = torch.randint(model.vocab, (2, 25), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(model.vocab, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     logits = reference(inputs, use_cache=False).logits
     assert_near(network(inputs), logits, "logits")
@@ -96,7 +97,8 @@ def _compare_serving(model: Model, reference: PreTrainedModel, folder: Path) -> 
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(model.vocab, (count,), generator=generator).tolist() for count in PROMPTS]
     settings = {"max_new_tokens": OUTPUT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    engine = engine_for(served_model_for(config_of(model, folder)), 32, block_tokens=4, max_num_tokens=9)
+    config = config_of(model.for_context(max(PROMPTS) + OUTPUT), folder)
+    engine = engine_for(served_model_for(config), 32, block_tokens=4, max_num_tokens=9)
     requests = [
         Request(request_id=number, prompt=tuple(prompt), max_tokens=OUTPUT) for number, prompt in enumerate(prompts)
     ]

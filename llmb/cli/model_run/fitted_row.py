@@ -8,7 +8,7 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.perfmodel.hardware import memory_bytes
+from llmb.perfmodel.hardware import lacks_fp8, memory_bytes
 from llmb.perfmodel.memory_fit import misfit, recomputed_layers_to_fit
 from llmb.perfmodel.serving_capacity import cache_capacity, free_bytes
 
@@ -76,9 +76,12 @@ def _serving_row(config: RunConfig) -> Row:
     if available is not None and memory_bytes(config.machine) is not None:
         requests = min(cache_capacity(config, available).requests, MOST_REQUESTS)
     if requests < 1:
+        remedies = ["use more GPUs (--scale)"]
+        if config.precision.dtype in ("fp32", "bf16") and not lacks_fp8(config.machine.gpu):
+            remedies.append("or --dtype fp8")
         raise ConfigError(
             f"{config.model.name} in {config.precision.dtype} leaves no room for the KV cache of one request on "
-            f"{config.machine.gpus} x {config.machine.gpu}; use more GPUs (--scale), or --dtype fp8"
+            f"{config.machine.gpus} x {config.machine.gpu}; {', '.join(remedies)}"
         )
     requests = requests // 16 * 16 or requests
     return {"max_batch_size": requests, "concurrency": requests, "num_requests": WAVES * requests}

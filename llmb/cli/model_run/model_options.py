@@ -43,7 +43,7 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     """Make the recipe, and let the options select its only row."""
     from llmb.cli.model_run.fitted_row import fitted_recipe
     from llmb.cli.run_options import run_selection, selected_gpu
-    from llmb.config.huggingface.hf_config import load_hf_config
+    from llmb.config.huggingface.hf_config import load_hf_config, stored_dtype
     from llmb.config.huggingface.model_recipe import model_recipe, published_dtype
     from llmb.config.run_list import tasks_for
     from llmb.errors import ConfigError
@@ -54,7 +54,9 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     options.gpu_type = None if options.proxy and gpu == "cpu" else gpu
     options.scale = options.scale or os.environ.get("JOB_TOTAL_GPUS") or str(_gpus_here(task))
     options.dtype = (
-        options.dtype or os.environ.get("DTYPE") or ("fp32" if gpu == "cpu" else published_dtype(model, task))
+        options.dtype
+        or os.environ.get("DTYPE")
+        or ("fp32" if gpu == "cpu" else published_dtype(model, task, stored_dtype(path), gpu))
     )
     if not options.scale.isdigit():
         raise ConfigError(f"--model runs at one scale, got --scale {options.scale}")

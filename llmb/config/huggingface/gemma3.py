@@ -25,5 +25,5 @@ GEMMA3 = replace(
         "rope_local_base_freq": 10_000.0,
     },
     has_local_rope=True,
-    refused={"use_bidirectional_attention": False},
+    refused={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
 )

@@ -17,6 +17,7 @@ from llmb.config.huggingface.hf_fields import (
     ACTIVATIONS,
     SIZE_FIELDS,
     HfConfig,
+    check_quantization,
     check_supported,
     from_hf,
     positive_int,
@@ -72,8 +73,10 @@ SUPPORTED_VALUES: HfConfig = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
     "sliding_window": None,
-    "quantization_config": None,
+    "dual_chunk_attention_config": None,
     "partial_rotary_factor": 1.0,
+    # Only training has them.
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), 0.0),
     "mamba_hidden_act": "silu",
     "time_step_min": 0.001,
 }
@@ -107,6 +110,7 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
     model_type = convert(dict[str, Any], config, "config.json").get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
         raise UnknownName("model_type of config.json:", model_type, _READERS)
+    check_quantization(config, ("mxfp4",) if model_type == "gpt_oss" else ("fp8",))
     if model_type == "gemma3" and isinstance(config.get("text_config"), dict):  # with a vision tower: the text model
         model_type, config = "gemma3_text", config["text_config"]
     config = _without_aliases(config, ALIASES.get(model_type, {}))
@@ -120,12 +124,23 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
 
 def load_hf_config(path: Path) -> Model:
     """Return the model of a folder in Hugging Face's layout, or of a config.json."""
+    file = _config_file(path)
+    generic = file.name == "config.json"
+    return from_hf_config(read_json(file), file.parent.name if generic else file.stem)
+
+
+def stored_dtype(path: Path) -> str | None:
+    """Return the dtype of a folder's quantized weights, which is the name of the method; none: not quantized."""
+    section = read_json(_config_file(path)).get("quantization_config") or {}
+    return section.get("quant_method")
+
+
+def _config_file(path: Path) -> Path:
     path = path.resolve()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"cannot read {file}: no such file")
-    generic = file.name == "config.json"
-    return from_hf_config(read_json(file), file.parent.name if generic else file.stem)
+    return file
 
 
 def _with_defaults(config: HfConfig, model_type: str) -> HfConfig:
@@ -175,10 +190,22 @@ def _from_deepseek(config: HfConfig) -> dict[str, Any]:
         "head_dim": required(config, "v_head_dim"),
         "activation": read_activation(config, "hidden_act"),
         "norm_eps": required(config, "rms_norm_eps"),
-        "rope": from_hf_rope(config),
+        "rope": _mla_rope(config),
         "experts": from_hf({"scoring_func": "sigmoid", **config}, MOE_FIELDS),
         "mla": from_hf(config, MLA_FIELDS),
     }
+
+
+def _mla_rope(config: HfConfig) -> dict[str, Any]:
+    """Read RoPE, or YaRN without a factor on cosine and sine."""
+    rope = from_hf_rope(config, "", ("yarn",))
+    if rope.pop("attention_factor", 1.0) != 1.0:
+        raise ConfigError(
+            "config.json: rope_type yarn with a factor on cosine and sine (mscale, attention_factor) is not supported "
+            "in a deepseek_v3"
+        )
+    check_supported(rope, {"truncate": True, "partial_rotary_factor": 1.0})
+    return rope
 
 
 def _check_routing(config: HfConfig) -> None:
@@ -259,6 +286,9 @@ def _check_lossless(model: Model, restored: Model) -> None:
         restored = replace(restored, head_dim=model.head_dim)  # MLA has its own head dims
     if restored.experts is not None and model.experts is not None:
         restored = replace(restored, experts=replace(restored.experts, aux_loss=model.experts.aux_loss))
+    if restored.rope is not None and model.rope is not None:
+        takes_long = model.rope.takes_long_factors  # of the run
+        restored = replace(restored, rope=replace(restored.rope, takes_long_factors=takes_long))
     if restored.rope is not None and model.rope is not None and model.rope.scaling == "none":
         partial = restored.rope.partial_rotary_factor
         restored = replace(restored, rope=replace(model.rope, theta=restored.rope.theta, partial_rotary_factor=partial))

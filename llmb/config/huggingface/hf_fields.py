@@ -7,6 +7,7 @@ from llmb.errors import ConfigError, UnknownName
 
 HfConfig = dict[str, Any]
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
+FP8_BLOCK = [128, 128]  # weights with one scale, where weights are published in fp8
 # Our field -> field of config.json, of every model.
 SIZE_FIELDS = {
     "vocab": "vocab_size",
@@ -24,6 +25,14 @@ def check_supported(config: HfConfig, values: HfConfig) -> None:
     for field, supported in values.items():
         if config.get(field, supported) != supported:
             raise ConfigError(f"config.json: {field}={config[field]} is not supported; only {supported} is")
+
+
+def check_quantization(config: HfConfig, methods: tuple[str, ...]) -> None:
+    """Reject weights in a format that is not read here, by the name of its method."""
+    section = convert(dict[str, Any], config.get("quantization_config") or {}, "config.json.quantization_config")
+    if section and section.get("quant_method") not in methods:
+        raise UnknownName("quant_method of config.json's quantization_config:", section.get("quant_method"), methods)
+    check_supported(section, {"weight_block_size": FP8_BLOCK, "fmt": "e4m3"})
 
 
 def read_activation(config: HfConfig, field: str) -> str:

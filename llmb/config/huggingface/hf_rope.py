@@ -1,18 +1,23 @@
 """RoPE in config.json: the older format (rope_theta, rope_scaling) and the newer one (rope_parameters)."""
 
+import math
+from collections.abc import Collection
 from typing import Any
 
-from llmb.config.huggingface.hf_fields import HfConfig, check_supported, from_hf, to_hf
+from llmb.config.huggingface.hf_fields import HfConfig, from_hf, positive_int, required, to_hf
 from llmb.config.serialization import convert
 from llmb.config.spec import Model, RopeConfig
-from llmb.errors import ConfigError, UnknownName
+from llmb.errors import UnknownName
 
 SCALED_ROPE_FIELDS = {"factor": "factor", "original_tokens": "original_max_position_embeddings"}
+# Our field -> field of config.json, by type of scaling.
 ROPE_FIELDS = {
     "linear": {"factor": "factor"},
+    "longrope": SCALED_ROPE_FIELDS
+    | {"attention_factor": "attention_factor", "short_factors": "short_factor", "long_factors": "long_factor"},
     "llama3": SCALED_ROPE_FIELDS | {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
     "yarn": SCALED_ROPE_FIELDS
-    | {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale_all_dim": "mscale_all_dim"},
+    | {name: name for name in ("beta_fast", "beta_slow", "truncate", "mscale_all_dim", "attention_factor")},
 }
 
 
@@ -22,39 +27,62 @@ def to_hf_rope(model: Model) -> HfConfig:
     scaling = None
     if rope.scaling != "none":
         scaling = {"rope_type": rope.scaling, **to_hf(rope, ROPE_FIELDS[rope.scaling])}
-    if scaling and rope.scaling == "yarn":  # no factor on cosine and sine, expressed in two ways
-        scaling |= {"attention_factor": 1.0, "mscale": rope.mscale_all_dim}
+        scaling |= {name: list(value) for name, value in scaling.items() if isinstance(value, tuple)}
+    if scaling and rope.scaling == "yarn":
+        scaling["mscale"] = rope.mscale_all_dim  # of an MLA no factor on cosine and sine, expressed in two ways
     max_positions = round(rope.original_tokens * rope.factor)
     config = {"rope_theta": rope.theta, "rope_scaling": scaling, "max_position_embeddings": max_positions}
+    if rope.scaling == "longrope":
+        config["original_max_position_embeddings"] = rope.original_tokens
     return config | ({"partial_rotary_factor": rope.partial_rotary_factor} if rope.partial_rotary_factor != 1.0 else {})
 
 
-def from_hf_rope(config: HfConfig, layer_type: str = "") -> dict[str, Any]:
+def from_hf_rope(config: HfConfig, layer_type: str, types: Collection[str]) -> dict[str, Any]:
     """Read the older format (rope_theta, rope_scaling) or the newer one (rope_parameters).
 
-    With a layer type, the part for it, where there is one.
+    With a layer type, the part for it, where there is one. `types`: of scaling, that the network has.
     """
     fields: HfConfig = {"rope_theta": config.get("rope_theta") or 10_000.0}
     fields |= {name: config[name] for name in ("partial_rotary_factor",) if config.get(name) is not None}
     for section in ("rope_scaling", "rope_parameters"):
         values = convert(dict[str, Any], config.get(section) or {}, f"config.json.{section}")
         fields |= values[layer_type] or {} if layer_type in values else values
-    if not layer_type:
-        check_supported(fields, {"partial_rotary_factor": 1.0})
     partial = fields.get("partial_rotary_factor", 1.0)
     common = {"theta": fields["rope_theta"], **({"partial_rotary_factor": partial} if partial != 1.0 else {})}
     rope_type = str(fields.get("rope_type", fields.get("type", "default")))
     if rope_type == "default":
         return common
-    scalings = ROPE_FIELDS if layer_type else ROPE_FIELDS.keys() - {"linear"}
-    if rope_type not in scalings:
-        raise UnknownName("rope_type of config.json:", rope_type, ("default", *sorted(scalings)))
+    if rope_type not in types:
+        raise UnknownName("rope_type of config.json:", rope_type, ("default", *sorted(types)))
     if rope_type == "yarn":
-        fields = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, **fields}
-        check_supported(fields, {"truncate": True})  # rounding of the bounds between scaled and unscaled pairs
-        factor = fields.get("attention_factor")
-        if factor not in (None, 1.0) or (factor is None and not fields["mscale"] == fields["mscale_all_dim"] != 0):
-            raise ConfigError(
-                "config.json: yarn with a factor on cosine and sine (mscale, attention_factor) is not supported"
-            )
+        fields = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 0.0, "mscale_all_dim": 0.0, **fields}
+        fields["attention_factor"] = _yarn_factor(fields)
+    if rope_type == "longrope":
+        fields |= {name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None}
+        fields |= _longrope_factors(config, fields)
     return {**common, "scaling": rope_type, **from_hf(fields, ROPE_FIELDS[rope_type])}
+
+
+def _yarn_factor(fields: HfConfig) -> float:
+    """Return the factor on cosine and sine, which grows with the context unless two settings cancel it."""
+    if fields.get("attention_factor") is not None:
+        return convert(float, fields["attention_factor"], "config.json.rope_scaling.attention_factor")
+    factor, mscale, all_dim = (
+        convert(float, required(fields, name), f"config.json.rope_scaling.{name}")
+        for name in ("factor", "mscale", "mscale_all_dim")
+    )
+    growth = math.log(factor) if factor > 1 else 0.0
+    if mscale and all_dim:
+        return (0.1 * mscale * growth + 1.0) / (0.1 * all_dim * growth + 1.0)
+    return 0.1 * growth + 1.0
+
+
+def _longrope_factors(config: HfConfig, fields: HfConfig) -> HfConfig:
+    """Return the factor of the context, and that of cosine and sine, where config.json has none."""
+    original = positive_int(fields, "original_max_position_embeddings")
+    factor = fields.get("factor") or positive_int(config, "max_position_embeddings") / original
+    factor = convert(float, factor, "config.json.rope_scaling.factor")
+    attention_factor = fields.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {"factor": factor, "attention_factor": attention_factor}

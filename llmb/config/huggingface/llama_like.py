@@ -22,12 +22,11 @@ from llmb.config.huggingface.hf_fields import (
     required,
     to_hf,
 )
-from llmb.config.huggingface.hf_rope import from_hf_rope, to_hf_rope
+from llmb.config.huggingface.hf_rope import ROPE_FIELDS, from_hf_rope, to_hf_rope
 from llmb.config.serialization import convert
 from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 
-ROPE_SCALINGS = ("none", "linear", "llama3")
 LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
 # Our name -> name in files, of the tensors of a layer; a model has those that its fields ask for.
 LLAMA_NAMES = {
@@ -57,6 +56,8 @@ class LlamaLike:
     # Where layers with a sliding window, or without RoPE, are listed. flagged_layer_types: only if use_sliding_window.
     layers_by: Literal["none", "sliding_window", "layer_types", "flagged_layer_types", "no_rope_layers"] = "none"
     has_gemma_scalars: bool = False  # softcaps, scale of attention logits and of the embedding
+    rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)  # of scaling
+    has_partial_rotary: bool = False  # partial_rotary_factor: only the first channels of a head have RoPE
     has_local_rope: bool = False  # another RoPE in layers with a sliding window
     refused: HfConfig = field(default_factory=dict)  # of config.json: field -> the only supported value
     names: dict[str, str] = field(default_factory=lambda: LLAMA_NAMES)
@@ -69,8 +70,8 @@ class LlamaLike:
     @property
     def read_fields(self) -> set[str]:
         """Fields of config.json that other architectures support with one value only."""
-        names = {"partial_rotary_factor"}
-        names |= {"attention_bias"} if self.optional_bias else set()
+        names = {"attention_bias"} if self.optional_bias else set()
+        names |= {"partial_rotary_factor"} if self.has_partial_rotary else set()
         return names | ({"sliding_window"} if self.layers_by != "none" else set())
 
     def read(self, config: HfConfig) -> dict[str, Any]:
@@ -79,12 +80,11 @@ class LlamaLike:
         check_supported(config, self.refused)
         if config.get("num_key_value_heads") is None:
             config["num_key_value_heads"] = config.get("num_attention_heads")
-        rope = from_hf_rope(config, "full_attention")
-        if rope.get("scaling", "none") not in ROPE_SCALINGS:
-            raise ConfigError(
-                f"config.json: rope_type {rope['scaling']} of a {self.hf_type} is not supported; choices are: default, "
-                f"{', '.join(ROPE_SCALINGS[1:])}"
-            )
+        rope = from_hf_rope(config, "full_attention", self.rope_types)
+        if not self.has_partial_rotary:
+            check_supported(rope, {"partial_rotary_factor": 1.0})
+        if rope.get("scaling") == "yarn":
+            rope["mscale_all_dim"] = 0.0  # of MLA only
         pattern, window = self._read_layers(config)
         has_bias = bool(config.get("attention_bias")) and self.optional_bias
         fields = from_hf(config, SIZE_FIELDS) | {
@@ -103,7 +103,7 @@ class LlamaLike:
             fields |= _read_gemma_scalars(config)
         if self.has_local_rope and "S" in pattern:
             local = {"rope_theta": config.get("rope_local_base_freq"), "rope_parameters": config.get("rope_parameters")}
-            fields["local_rope"] = from_hf_rope(local, "sliding_attention")
+            fields["local_rope"] = from_hf_rope(local, "sliding_attention", self.rope_types)
         return fields | self.fields
 
     def write(self, model: Model) -> HfConfig:

@@ -98,7 +98,6 @@ def to_gpt_oss(model: Model) -> HfConfig:
 
 def from_gpt_oss(config: HfConfig) -> dict[str, Any]:
     check_supported(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"})
-    check_supported(config.get("quantization_config") or {}, {"quant_method": "mxfp4"})
     head_dim = config.get("head_dim") or positive_int(config, "hidden_size") // positive_int(
         config, "num_attention_heads"
     )
@@ -170,7 +169,7 @@ MIXTURES = {
     "gpt_oss": Mixture(
         from_gpt_oss,
         to_gpt_oss,
-        frozenset({"attention_bias", "sliding_window", "quantization_config"}),
+        frozenset({"attention_bias", "sliding_window"}),
         (("num_experts", "num_local_experts"), ("experts_per_token", "num_experts_per_tok")),
     ),
 }

@@ -11,6 +11,7 @@ from typing import Any
 from llmb.config.recipe import Recipe, Row
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Model
+from llmb.perfmodel.hardware import lacks_fp8
 from llmb.perfmodel.params import parameters
 
 KINDS = {"train": "training", "serve": "inference", "offload": "outofcore"}  # of a recipe, by task
@@ -67,9 +68,10 @@ def model_recipe(
     )
 
 
-def published_dtype(model: Model, task: str) -> str:
-    """Return the dtype of a run on a GPU that names none: served weights stay in 4 bits if they are published so."""
-    return PUBLISHED_DTYPES.get((task, model.architecture), "bf16")
+def published_dtype(model: Model, task: str, stored: str | None = None, gpu: str = "") -> str:
+    """Return the dtype of a run that names none: served weights stay as they are stored, where the GPU computes so."""
+    is_kept = task == "serve" and stored == "fp8" and not lacks_fp8(gpu)
+    return "fp8" if is_kept else PUBLISHED_DTYPES.get((task, model.architecture), "bf16")
 
 
 def model_size(model: Model) -> str:

@@ -6,6 +6,8 @@ PHI3 = LlamaLike(
     architecture="phi3",
     class_name="Phi3ForCausalLM",
     layers_by="sliding_window",
+    rope_types=("longrope",),
+    has_partial_rotary=True,
     refused={"layer_types": None},
     names=LLAMA_NAMES
     | {f"attention.{matrix}.weight": "self_attn.qkv_proj.weight" for matrix in "qkv"}

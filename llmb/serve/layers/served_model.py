@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, RopeConfig
-from llmb.models.blocks import rope_frequencies
+from llmb.models.blocks import RotaryPairs
 from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm, takes_skinny_gemm
 from llmb.ops.norm.add_rms_norm import add_rms_norm
 from llmb.ops.quant.activation_quant import Activation, quantize_activation
@@ -68,8 +68,8 @@ class ServedModel:
     embedding_VC: Tensor | None
     norm_C: Tensor | None
     head_VC: Tensor | None
-    inv_freq_D: Tensor | None  # of the rotary embedding, in radians per token
-    local_inv_freq_D: Tensor | None  # of layers with a sliding window, if theirs is another
+    rotary: RotaryPairs | None
+    local_rotary: RotaryPairs | None  # of layers with a sliding window, if theirs is another
     groups: RankGroups
     dtype: torch.dtype  # of the residual
 
@@ -118,14 +118,14 @@ class ServedModel:
 
     def _with_rope(self, inputs: StepInputs) -> StepInputs:
         """Add cosine and sine of the positions, computed once for all layers."""
-        if self.inv_freq_D is None:
+        if self.rotary is None:
             return inputs
-        angles_ND = inputs.positions_N[:, None].float() * self.inv_freq_D
-        inputs = replace(inputs, cos_ND=angles_ND.cos(), sin_ND=angles_ND.sin())
-        if self.local_inv_freq_D is None:
+        cos_ND, sin_ND = self.rotary.table(inputs.positions_N)
+        inputs = replace(inputs, cos_ND=cos_ND, sin_ND=sin_ND)
+        if self.local_rotary is None:
             return inputs
-        angles_ND = inputs.positions_N[:, None].float() * self.local_inv_freq_D
-        return replace(inputs, local_cos_ND=angles_ND.cos(), local_sin_ND=angles_ND.sin())
+        cos_ND, sin_ND = self.local_rotary.table(inputs.positions_N)
+        return replace(inputs, local_cos_ND=cos_ND, local_sin_ND=sin_ND)
 
     def mixers(self) -> Iterable[Mixer]:
         return (block.mixer for block in self.blocks)
@@ -142,8 +142,8 @@ def build_served_model(model: Model, weights: WeightSource, dtypes: ServingDtype
         embedding_VC=embedding_VC,
         norm_C=weights.load("norm.weight").to(dtypes.dtype) if stage.is_last else None,
         head_VC=_head(model, weights, dtypes, groups, embedding_VC) if stage.is_last else None,
-        inv_freq_D=_inv_freq(model, model.rope, groups.device),
-        local_inv_freq_D=_inv_freq(model, model.local_rope, groups.device),
+        rotary=_rotary(model, model.rope, groups.device),
+        local_rotary=_rotary(model, model.local_rope, groups.device),
         groups=groups,
         dtype=dtypes.dtype,
     )
@@ -169,10 +169,10 @@ def _head(
     return weights.load("embedding.weight" if model.tied_embeddings else "head.weight", shard).to(dtypes.dtype)
 
 
-def _inv_freq(model: Model, rope: RopeConfig | None, device: torch.device) -> Tensor | None:
+def _rotary(model: Model, rope: RopeConfig | None, device: torch.device) -> RotaryPairs | None:
     if rope is None:
         return None
-    return rope_frequencies(rope, model.mla.rope_dim if model.mla else model.head_dim, device)
+    return RotaryPairs.of(rope, model.mla.rope_dim if model.mla else model.head_dim, device)
 
 
 def layer_blocks(
