@@ -60,8 +60,8 @@ def rewrite(_rank: int, config: RunConfig, saved: Path, folder: Path) -> None:
 
 
 LLAMA_ROUTE = ["fsdp 2", "tp 2", "pp 2", "one process", "fsdp 2"]
-GROK_ROUTE = ["tp 2 pp 2", "fsdp 4", "one process", "tp 2 pp 2"]  # its embedding is on two stages
-DEEPSEEK_ROUTE = ["fsdp 4 ep 2", "dp 2 etp 2", "one process", "fsdp 4 ep 2"]
+GROK_ROUTE = ["tp 2 pp 2", "one process", "tp 2 pp 2"]  # its embedding is on two stages
+DEEPSEEK_ROUTE = ["fsdp 4 ep 2", "dp 2 etp 2", "one process"]
 NEMOTRON_ROUTE = ["fsdp 2 tp 2", "tp 2 pp 2", "fsdp 4"]
 
 
