@@ -3,12 +3,16 @@
 import random
 import zlib
 from pathlib import Path
+from threading import Event, current_thread, main_thread
+from typing import Any
 
+import numpy as np
 import pytest
 
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial
 from llmb.runtime.checksums.checkpoint_checksums import checksums, find_damage
-from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_BYTES, file_checksum
+from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_BYTES, WordSums, file_checksum
+from llmb.runtime.checksums.file_stream import AHEAD, FileStream
 
 
 @pytest.fixture
@@ -62,6 +66,30 @@ def test_checksum_does_not_depend_on_how_a_file_is_read(tmp_path: Path, content:
     whole = digest_of(path, content)
     monkeypatch.setattr("llmb.runtime.checksums.file_checksum.BUFFER_BYTES", ROW_BYTES)
     assert file_checksum(path, "word_sums") == (len(content), whole)
+
+
+def test_the_thread_that_would_wait_sums_a_block(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "file"
+    whole = random.Random(4).randbytes(AHEAD * BUFFER_BYTES + 5)
+    path.write_bytes(whole)
+    threads, is_ahead, sums = [], Event(), WordSums.sums
+
+    def recorded(checksum: WordSums, *block: Any) -> Any:
+        threads.append(current_thread() is main_thread())
+        if len(threads) == AHEAD - 1:
+            is_ahead.set()
+        return sums(checksum, *block)
+
+    monkeypatch.setattr(WordSums, "sums", recorded)
+    with FileStream(path, "word_sums") as stream:
+        assert is_ahead.wait(60)
+        assert threads == [False] * (AHEAD - 1), "all but the first, which is awaited, are summed by their reader"
+        first = np.empty(4, dtype=np.uint8)
+        stream.copy_to(0, first)
+        assert threads.count(True) == 1
+        checksum = stream.checksum()
+    monkeypatch.undo()
+    assert (first.tobytes(), checksum) == (whole[:4], file_checksum(path, "word_sums"))
 
 
 def test_checkpoint_of_an_older_version_is_checked_by_its_crc32(tmp_path: Path, content: bytes) -> None:
