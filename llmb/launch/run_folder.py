@@ -138,8 +138,9 @@ class RunFolder:
     @classmethod
     def of_experiment(cls, experiment: Path) -> Iterator["RunFolder"]:
         """Yield every run folder of one experiment, by time."""
-        for config in sorted(experiment.glob(f"*/*/{CONFIG_FILE}")):
-            yield cls(config.parent)._newest_start()
+        for folder in sorted(experiment.glob("*/*")):
+            if os.path.lexists(folder / CONFIG_FILE):  # a link to nothing too: the run is damaged, not absent
+                yield cls(folder)._newest_start()
 
     def _newest_start(self) -> "RunFolder":
         """Return the same folder at its newest start."""
