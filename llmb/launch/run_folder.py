@@ -38,7 +38,7 @@ from llmb.formats.checkpoint_steps import FOLDER as CHECKPOINTS
 from llmb.formats.folder_access import write_hint
 from llmb.launch.engine_log import open_log
 from llmb.launch.run_files.short_path import find_short_path, link_short_path
-from llmb.launch.secrets import mask, scrub_thoroughly
+from llmb.launch.secrets import mask, mask_random_argument, scrub_thoroughly
 
 CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
@@ -228,7 +228,7 @@ class RunFolder:
     def write_command_line(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         """Write the command that started the run, after the variables that override its recipe; secrets masked."""
         variables = [f"{name}={shlex.quote(environ[name])}" for name in VARIABLES if environ.get(name)]
-        command = shlex.join([Path(arguments[0]).name, *arguments[1:]])
+        command = shlex.join([Path(arguments[0]).name, *map(mask_random_argument, arguments[1:])])
         write_atomic(self.command_line, scrub_thoroughly(" ".join([*variables, command])) + "\n")
 
     def add_to_log(self, text: str) -> None:

@@ -91,7 +91,16 @@ def lost_config(run):
 
 
 DAMAGES = [
-    *(fifo_events, folder_as_events, listed_config, nested_config, wrong_result, wrong_origin, fifo_config, lost_config),
+    *(
+        fifo_events,
+        folder_as_events,
+        listed_config,
+        nested_config,
+        wrong_result,
+        wrong_origin,
+        fifo_config,
+        lost_config,
+    ),
 ]
 
 
