@@ -1,5 +1,6 @@
 """Checksums of files find every small change, a missing end, and blocks that changed places."""
 
+import os
 import random
 import zlib
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial
-from llmb.runtime.checksums.checkpoint_checksums import checksums, find_damage
+from llmb.config.spec import Training
+from llmb.errors import ConfigError
+from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial, resume_point
+from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums, find_damage
 from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_BYTES, WordSums, file_checksum
 from llmb.runtime.checksums.file_stream import AHEAD, FileStream
 
@@ -129,3 +132,29 @@ def test_checksums_are_by_name(tmp_path: Path) -> None:
     assert checksums([tmp_path / "a"]) == {
         "a": {"bytes": 1, "word_sums": file_checksum(tmp_path / "a", "word_sums").digest}
     }
+
+
+def two_checkpoints(tmp_path: Path) -> tuple[Path, Path]:
+    for step in (2, 4):
+        final = checkpoint_path(tmp_path, step)
+        file = create_partial(final) / "shard"
+        file.write_bytes(b"abc")
+        commit(final, {}, 1, checksums([file]))
+    return checkpoint_path(tmp_path, 2), checkpoint_path(tmp_path, 4)
+
+
+def test_file_that_became_a_fifo_is_damage_and_not_waited_for(tmp_path: Path) -> None:
+    older, newer = two_checkpoints(tmp_path)
+    (newer / "shard").unlink()
+    os.mkfifo(newer / "shard")
+    with pytest.raises(ConfigError, match=f"shard is not a regular file; resume={older} continues from an older one"):
+        CheckpointCheck(newer)
+
+
+def test_damaged_identity_offers_an_older_checkpoint(tmp_path: Path) -> None:
+    older, newer = two_checkpoints(tmp_path)
+    identity = newer / "checkpoint.json"
+    identity.write_text(identity.read_text().replace("3", "4", 1))
+    work = Training(seqlen=8, mbs=1, gbs=1, ga=1, resume=str(tmp_path))
+    with pytest.raises(ConfigError, match=f"its checksum differs; resume={older} continues from an older one"):
+        resume_point(work, tmp_path, {}, {}, 1)
