@@ -13,6 +13,8 @@ from hypothesis import settings
 from llmb.config.overrides import SELECTOR_VARIABLES, VARIABLES
 from llmb.config.recipe import load_all, shipped
 
+gc.disable()  # while thousands of modules and tests are built, nothing of which is garbage
+
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     # No GPU: Triton kernels run in its interpreter. That is chosen when Triton is first imported, which torch may do.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -69,6 +71,7 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from looking through all imported modules again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

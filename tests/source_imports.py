@@ -1,9 +1,11 @@
 """Imports of a source file, wherever they stand in it."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def imported_names(path: Path) -> set[str]:
     """Return full names: the modules, and what is imported from them, which may be modules too."""
     names = set()

@@ -38,7 +38,7 @@ from llmb.formats.checkpoint_steps import FOLDER as CHECKPOINTS
 from llmb.formats.folder_access import write_hint
 from llmb.launch.engine_log import open_log
 from llmb.launch.run_files.short_path import find_short_path, link_short_path
-from llmb.launch.secrets import mask, scrub_thoroughly
+from llmb.launch.secrets import mask, mask_random_argument, scrub_thoroughly
 
 CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
@@ -138,8 +138,9 @@ class RunFolder:
     @classmethod
     def of_experiment(cls, experiment: Path) -> Iterator["RunFolder"]:
         """Yield every run folder of one experiment, by time."""
-        for config in sorted(experiment.glob(f"*/*/{CONFIG_FILE}")):
-            yield cls(config.parent)._newest_start()
+        for folder in sorted(experiment.glob("*/*")):
+            if os.path.lexists(folder / CONFIG_FILE):  # a link to nothing too: the run is damaged, not absent
+                yield cls(folder)._newest_start()
 
     def _newest_start(self) -> "RunFolder":
         """Return the same folder at its newest start."""
@@ -227,7 +228,7 @@ class RunFolder:
     def write_command_line(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         """Write the command that started the run, after the variables that override its recipe; secrets masked."""
         variables = [f"{name}={shlex.quote(environ[name])}" for name in VARIABLES if environ.get(name)]
-        command = shlex.join([Path(arguments[0]).name, *arguments[1:]])
+        command = shlex.join([Path(arguments[0]).name, *map(mask_random_argument, arguments[1:])])
         write_atomic(self.command_line, scrub_thoroughly(" ".join([*variables, command])) + "\n")
 
     def add_to_log(self, text: str) -> None:

@@ -40,6 +40,7 @@ _TOKEN = re.compile(
 # A secret after something that says what it is, which stays.
 _LABELLED = re.compile(
     r"(?P<label>(?i:bearer)\s{1,3})[A-Za-z0-9._~+/=-]{16,}"
+    r"|(?P<basic>(?i:\bbasic)\s{1,3})(?=[A-Za-z+/]*[0-9=])[A-Za-z0-9+/]{8,}={0,2}"  # user:password in base 64
     r"|(?P<header>(?i:authorization)\W{1,6}(?i:bearer|basic|token)\s{1,3})[A-Za-z0-9._~+/=-]{6,}"
     r"|(?P<signature>(?i:\bsig|-signature|[?&]signature)=)[A-Za-z0-9%+/=_-]{16,}"  # shared access, presigned address
     r"|(?P<docker>\\{0,3}\"auth\\{0,3}\"\s{0,3}:\s{0,3}\\{0,3}\")[A-Za-z0-9+/=_-]{8,}"  # Docker's config.json
@@ -53,8 +54,8 @@ _LABELLED = re.compile(
 # A lower-case substring of each pattern: searching for substrings is far faster than for patterns.
 _TOKEN_HINTS = (
     "hf_", "sk-", "nvapi-", "akia", "asia", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox",
-    "aiza", "dckr_pat_", "eyj", "bearer", "authorization", "://", "sig=", "signature=", '"auth', "login ", "machine ",
-    "-u", "--user", "--proxy-user", "passw", "pwd", "accountkey", "accesskey",
+    "aiza", "dckr_pat_", "eyj", "bearer", "basic ", "authorization", "://", "sig=", "signature=", '"auth', "login ",
+    "machine ", "-u", "--user", "--proxy-user", "passw", "pwd", "accountkey", "accesskey",
 )  # fmt: skip
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]{0,20}PRIVATE KEY[A-Z ]{0,10}-----(?:[^-]|-(?!----))*"  # up to END or all of it
@@ -120,6 +121,12 @@ def hidden_by_entropy(environment: Mapping[str, str]) -> list[str]:
     """Return the variables that are masked for no other reason than how random their value looks."""
     named = (name for name, value in environment.items() if looks_random(value))
     return [name for name in named if not (_SECRET_NAME.search(name) or _has_pattern(environment[name]))]
+
+
+def mask_random_argument(argument: str) -> str:
+    """Return VALUE, NAME=VALUE or --OPTION=NAME=VALUE of a command line with a value masked that looks random."""
+    *names, value = argument.split("=", 2 if argument.startswith("--") else 1)
+    return "=".join([*names, MASK]) if looks_random(value) else argument
 
 
 def mask(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ rollback journal is used because a write-ahead log does not work on the network 
 """
 
 import os
+import re
 import sqlite3
 import sys
 import time
@@ -32,6 +33,7 @@ from llmb.results.run_settings import run_settings
 
 SCHEMA_VERSION = 4
 WAIT_S = 30.0
+LOCAL_ID = re.compile(r"L([0-9]{1,18})")  # of a local run
 GOING = ("submitting", "pending", "running")  # not ended, as far as is known
 
 
@@ -203,7 +205,7 @@ class Store:
         """
         with self._transaction():
             if job_id is None:
-                job_id = temporary_id(run_dir) if launcher == "slurm" else self._next_local()
+                job_id = temporary_id(run_dir) if launcher == "slurm" else f"L{self._last_local() + 1}"
             self._put(job_row(config, run_dir, launcher, job_id, created_at or time.time(), status=status, **columns))
         return job_id
 
@@ -273,10 +275,12 @@ class Store:
             old = [(job.job_id,) for job in rows if job.run_dir in known_run_dirs]
             self._db.executemany("DELETE FROM jobs WHERE job_id = ?", old)
             newer = {job.run_dir for job in rows} - known_run_dirs
+            last = self._last_local()
             for job in jobs:
                 if job.run_dir not in newer:
-                    job_id = self.free_id(job.job_id) if job.job_id else self._next_local()
+                    job_id = self.free_id(job.job_id) if job.job_id else f"L{last + 1}"
                     self._put(replace(job, job_id=job_id))
+                    last = max(last, int(number[1]) if (number := LOCAL_ID.match(job_id)) else 0)
 
     def jobs_to_retry(self) -> list[Job]:
         """Return ended jobs with retries left; settling a job sets its retries to 0 where a retry is pointless."""
@@ -337,10 +341,11 @@ class Store:
             raise self._damaged(error) from error
         return [Job(**dict(zip(COLUMNS, row, strict=True))) for row in rows]
 
-    def _next_local(self) -> str:
+    def _last_local(self) -> int:
+        """Return the highest number of a local run; 0: there is none."""
         number = "CAST(substr(job_id, 2) AS INTEGER)"
         taken = self._db.execute(f"SELECT max({number}) FROM jobs WHERE job_id >= 'L' AND job_id < 'M'")
-        return f"L{(taken.fetchone()[0] or 0) + 1}"
+        return int(taken.fetchone()[0] or 0)
 
     def _put(self, job: Job) -> None:
         marks = ", ".join("?" * len(COLUMNS))

@@ -61,7 +61,7 @@ def resume_point(
     point = None
     if workload.resume is not None:
         path = latest_checkpoint(Path(workload.resume))
-        saved = _with_model_defaults(current_names("Model", read_identity(path), prefix="model."))
+        saved = _with_model_defaults(current_names("Model", _identity_or_offer(path), prefix="model."))
         if (saved_format := saved.get("format", 1)) != format_version:
             raise ConfigError(
                 f"resume: {path} has format {saved_format}, this version of llmb reads format {format_version} only"
@@ -94,6 +94,16 @@ def record_resume(recorder: EventRecorder, point: ResumePoint | None) -> None:
         print(f"warning: resume: {point.path} was made with {difference}", file=sys.stderr, flush=True)
     checkpoint, differences = str(point.path), point.differences
     recorder.add(RunResumed(time=time.time(), step=point.step, checkpoint=checkpoint, differences=differences))
+
+
+def _identity_or_offer(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of `checkpoint.json`; the error of a damaged one offers an older checkpoint."""
+    try:
+        return read_identity(checkpoint)
+    except ConfigError as error:
+        from llmb.runtime.checksums.checkpoint_checksums import older_offer  # which imports this module
+
+        raise ConfigError(f"{error}; {older_offer(checkpoint)}") from error
 
 
 def read_identity(checkpoint: Path) -> dict[str, Any]:

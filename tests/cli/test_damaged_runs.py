@@ -80,7 +80,28 @@ def wrong_origin(run):
     run.origin.write_text("{}")
 
 
-DAMAGES = [fifo_events, folder_as_events, listed_config, nested_config, wrong_result, wrong_origin]
+def fifo_config(run):
+    run.config.unlink()
+    os.mkfifo(run.config)
+
+
+def lost_config(run):
+    run.config.unlink()
+    run.config.symlink_to("/nonexistent/config.json")
+
+
+DAMAGES = [
+    *(
+        fifo_events,
+        folder_as_events,
+        listed_config,
+        nested_config,
+        wrong_result,
+        wrong_origin,
+        fifo_config,
+        lost_config,
+    ),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -103,6 +124,18 @@ def test_damaged_folder_is_named_and_listed_and_the_others_come_back(runs, damag
     assert "internal error" not in capsys.readouterr().err
 
 
+def test_reason_is_not_cut_off_behind_a_long_path(tmp_path, monkeypatch, recipes, capsys):
+    install = tmp_path.joinpath(*["a long name of a folder" * 6] * 3)
+    monkeypatch.setenv("LLMB_INSTALL", str(install))
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    run = RunFolder.create(install, config, datetime(2026, 1, 1))
+    os.mkfifo(run.events(0))
+    assert main(["jobs", "rebuild"]) == 0
+    assert capsys.readouterr().err.endswith(
+        f"{run.path} is damaged: cannot read {run.events(0).name}: it is not a regular file\n"
+    )
+
+
 def test_rebuilding_twice_gives_the_same_table(runs, capsys):
     wrong_result(runs[1])
     tables = []
@@ -115,7 +148,7 @@ def test_rebuilding_twice_gives_the_same_table(runs, capsys):
     assert tables[0] == tables[1]
 
 
-@pytest.mark.parametrize("damage", [fifo_events, wrong_origin])
+@pytest.mark.parametrize("damage", [fifo_events, wrong_origin, fifo_config, lost_config])
 def test_archive_of_everything_leaves_a_damaged_run_out_by_name(runs, damage, capsys, tmp_path):
     damage(runs[1])
     assert main(["archive", "--output", str(tmp_path / "all.tar.zst")]) == 0

@@ -159,5 +159,7 @@ def test_waited_and_elapsed_times(store):
     pending = replace(job, status="pending", started_at=None, ended_at=None)
     assert (waited_s(pending, 1090.0), elapsed_s(pending, 1090.0)) == (90.0, None)
     assert elapsed_s(replace(job, status="running", ended_at=None), 1070.0) == 10.0
+    skewed = replace(job, launcher="local", created_at=1000.0, updated_at=990.0)
+    assert elapsed_s(skewed, 1070.0) == 0.0, "clocks of two machines differ"
     durations = [format_duration(s) for s in (None, 7.9, 65, 3600, 200000)]
     assert durations == [None, "0:00:07", "0:01:05", "1:00:00", "2-07:33:20"]

@@ -1,10 +1,21 @@
 """Secret values never reach a file."""
 
 import json
+from datetime import datetime
 
 import pytest
 
-from llmb.launch.secrets import hidden_by_entropy, mask, scrub, scrub_thoroughly, secret_values
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import RunRequest
+from llmb.launch.run_folder import RunFolder
+from llmb.launch.secrets import (
+    hidden_by_entropy,
+    mask,
+    mask_random_argument,
+    scrub,
+    scrub_thoroughly,
+    secret_values,
+)
 
 HF = "hf_" + "aB3" * 9
 
@@ -51,6 +62,7 @@ def test_secret_by_pattern(secret, suffix):
         "docker run -u 1000:1000 image",
         "PWD=/home/me/work",
         "the bearer of this message",
+        "basic responsibilities of a layer, Basic 2 of 3",
         "design=a-very-long-name-of-a-design",
     ],
 )
@@ -108,6 +120,7 @@ def test_names_that_only_resemble_those_of_secrets(name):
         ("https://host/b?X-Amz-Signature=0123456789abcdef0123456789abcdef", "0123456789abcdef0123456789abcdef"),
         ("AUTHORIZATION: BEARER abcdefghijklmnopqrst", "abcdefghijklmnopqrst"),
         ("Authorization: Basic bWU6aHVudGVyMng=", "bWU6aHVudGVyMng="),
+        ("Basic bWU6aHVudGVyMng=", "bWU6aHVudGVyMng="),
         ("Server=db;Password = hunter2x;", "hunter2x"),
         ("Driver=x;UID=me;PWD=hunter2x", "hunter2x"),
         ("host=db password='hunter2x and more' dbname=x", "hunter2x and more"),
@@ -140,6 +153,26 @@ def test_random_value_is_hidden_and_named():
 )
 def test_ordinary_values_are_not_random(value):
     assert mask({"PLAIN": value}) == {"PLAIN": value}
+
+
+RANDOM = "q8Zr3LkT0vXn5WbY2cHd7JsFpA9mEuGi"
+
+
+@pytest.mark.parametrize("before", ["", "PLAIN=", "--env=PLAIN=", "--api="])
+def test_random_argument_of_a_command_is_masked(before):
+    assert mask_random_argument(before + RANDOM) == f"{before}***"
+
+
+@pytest.mark.parametrize("argument", ["--set", "steps=4", "num_key_value_heads=8", "--env=TP=2", "a=b=c", ""])
+def test_ordinary_argument_of_a_command_stays(argument):
+    assert mask_random_argument(argument) == argument
+
+
+def test_command_of_a_run_has_no_random_value(tmp_path, recipes):
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    run = RunFolder.create(tmp_path, config, datetime(2026, 1, 1))
+    run.write_command_line(["/usr/bin/llmb-run", "submit", "--env", f"PLAIN={RANDOM}"], {})
+    assert run.command_line.read_text() == "llmb-run submit --env 'PLAIN=***'\n"
 
 
 def test_label_of_a_secret_stays_and_json_stays_valid():

@@ -248,7 +248,7 @@ def rise(work):
 
 shape = dict(architecture="llama", hidden=512, ffn=1024, heads=8, kv_heads=8, head_dim=64, vocab=64)
 folder = Path(sys.argv[1])
-networks = [build_model(Model(name="wide", layers=layers, **shape)) for layers in (2, 32)]
+networks = [build_model(Model(name="wide", layers=layers, **shape)) for layers in (2, 16)]
 for network in networks:
     network.init_weights(0)
 def save(shard, again=False):
@@ -273,7 +273,7 @@ print(rise(serve))
 
 @pytest.mark.slow
 def test_memory_stays_near_one_shard_and_one_tensor(tmp_path: Path) -> None:
-    """A model of 340 MB (168 MB as bf16) in 48 shards of 4 MB, its largest tensor 2 MB.
+    """A model of 170 MB (84 MB as bf16) in 24 shards of 4 MB, its largest tensor 2 MB.
 
     And a gpt-oss of 102 MB, 32 experts a layer: their matrices are one tensor of 17 MB as bf16, or 4 MB as MXFP4. It is
     loaded expert by expert; to serve it, one of its two matrices is widened to fp32, 17 MB on the device of the engine.
@@ -284,10 +284,10 @@ def test_memory_stays_near_one_shard_and_one_tensor(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     sharded, loaded, at_once, stacked, widened, served = map(int, done.stdout.split())
-    assert len(list((tmp_path / "4000000True").glob("*.safetensors"))) == 48
+    assert len(list((tmp_path / "4000000True").glob("*.safetensors"))) == 24
     assert sharded < 7e6
     assert loaded < 4e6
-    assert at_once > 120e6, "the measure sees what one large shard costs"
+    assert at_once > 60e6, "the measure sees what one large shard costs"
     assert len(list((tmp_path / "mxfp4").glob("*.safetensors"))) > 2
     assert stacked < 6e6
     assert widened < 10e6

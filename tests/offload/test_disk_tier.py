@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nightly_cases import by_turns
 from reference_training import LEAST, UNTIED, trained, trainer_of, weights_in
 from shuffled_streams import ShuffledStreams
 
@@ -61,8 +62,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "shuffled"), by_turns(PLANS, (False, True)))
 def test_a_disk_changes_no_bit_and_transfers_what_was_planned(tmp_path: Path, plan: str, shuffled: bool) -> None:
     on_disk = PLANS[plan]
     usual = trainer_of(UNTIED, in_memory(on_disk))

@@ -1,10 +1,12 @@
 """A run that was interrupted goes on bit for bit, and under another plan as close as rounding allows."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from nightly_cases import by_turns
 from reference_training import LEAST, UNTIED, trained, trainer_of, weights_in
 
 from llmb.config.offload_plan import UPDATES, Plan
@@ -48,21 +50,23 @@ def resumed(plan: Plan, folder: Path) -> tuple[list[float], Trainer]:
 
 
 KEPT_FORMATS = [("fp32", "master"), ("bf16", "stochastic"), ("fp8", "master")]
-FORMATS = [
-    *KEPT_FORMATS,
-    *(
-        pytest.param(dtype, update, marks=pytest.mark.nightly)
-        for dtype in ("bf16", "fp8")
-        for update in UPDATES
-        if (dtype, update) not in KEPT_FORMATS
-    ),
+OTHER_FORMATS = [
+    (dtype, update) for dtype in ("bf16", "fp8") for update in UPDATES if (dtype, update) not in KEPT_FORMATS
 ]
+UPDATE_AT = ("forward", "backward")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update_at", ["forward", "backward"])
-@pytest.mark.parametrize(("dtype", "update"), FORMATS)
-def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, update: str, update_at: str) -> None:
+@pytest.mark.parametrize(
+    ("formats", "update_at"),
+    [
+        *by_turns(KEPT_FORMATS, UPDATE_AT),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in product(OTHER_FORMATS, UPDATE_AT)),
+    ],
+    ids=str,
+)
+def test_resuming_changes_no_bit(tmp_path: Path, formats: tuple[str, str], update_at: str) -> None:
+    dtype, update = formats
     plan = replace(PLAN, dtype=dtype, update=update, update_at=update_at)
     straight = trainer_of(UNTIED, plan)
     losses, _ = trained(straight, STEPS)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_table import TABLE_MODELS
+from nightly_cases import by_turns
 from outofcore_plans import models, plans
 from reference_training import (
     LEAST,
@@ -98,8 +99,7 @@ def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)
 
 
-@pytest.mark.parametrize("streams", STREAMS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "streams"), by_turns(PLANS, STREAMS))
 def test_every_path_matches_ordinary_training(plan: str, streams: str) -> None:
     assert_trains_as_reference(UNTIED, PLANS[plan], STEPS, None, STREAMS[streams]())
 
@@ -183,9 +183,15 @@ def test_named_parameters_are_those_of_the_network(model: Model) -> None:
     assert ranks == sorted(ranks, reverse=True)  # those with weight decay first
 
 
-@pytest.mark.parametrize("model", [QWEN3_BIAS, GEMMA_2], ids=lambda model: model.name)
-@pytest.mark.parametrize(("dtype", "recipe"), [("bf16", None), ("fp8", None), ("fp8", "rowwise")])
-def test_recomputation_with_biases_and_norms_gives_the_same_bits(dtype: str, recipe: str | None, model: Model) -> None:
+@pytest.mark.parametrize(
+    ("precision", "model"),
+    by_turns((("bf16", None), ("fp8", None), ("fp8", "rowwise")), (QWEN3_BIAS, GEMMA_2)),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_recomputation_with_biases_and_norms_gives_the_same_bits(
+    precision: tuple[str, str | None], model: Model
+) -> None:
+    dtype, recipe = precision
     """Whatever is saved of a chunk, what norms take and give has the same values."""
     plans = [replace(LEAST, dtype=dtype, fp8_recipe=recipe, chunk_tokens=4, levels=9 * level) for level in "FAI"]
     trainers = [trainer_of(model, plan) for plan in plans]
@@ -216,9 +222,9 @@ def test_updates_match_with_the_default_eps(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize(("model", "levels"), [(UNTIED, "FAI"), (POST_NORMS, "AIA")])
-def test_bf16_follows_fp32(model: Model, levels: str, update: str) -> None:
+@pytest.mark.parametrize(("case", "update"), by_turns(((UNTIED, "FAI"), (POST_NORMS, "AIA")), UPDATES), ids=str)
+def test_bf16_follows_fp32(case: tuple[Model, str], update: str) -> None:
+    model, levels = case
     plan = replace(LEAST, update_at="forward", gbs=4, levels=levels)
     losses, norms, _ = train_reference(model, plan, 6, None)
     actual = trained(trainer_of(model, replace(plan, dtype="bf16", update=update), None, ShuffledStreams(2)), 6)

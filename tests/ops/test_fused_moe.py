@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly_cases import by_turns
 from op_cases import randn
 from op_cases.moe import expert_weights, uneven_topk_ids
 from seeded_tensors import relative_error
@@ -93,18 +94,19 @@ def test_max_blocks_covers_the_worst_case() -> None:
 
 
 # Formats, experts and outputs, tokens, rows of a block: the last takes the kernel for many rows.
+SIZES = ((5, 384, 1, 16), (5, 384, 3, 32), (5, 384, 17, 16), (5, 384, 40, 64))
 GEMMS = [
-    *((f, 5, 384, *size) for f in EXPERT_FORMATS for size in ((1, 16), (3, 32), (17, 16), (40, 64))),
-    pytest.param("1x128", 3, 512, 140, 128, marks=pytest.mark.slow),
+    *by_turns(EXPERT_FORMATS, SIZES, (1, 2)),
+    pytest.param("1x128", (3, 512, 140, 128), 1, marks=pytest.mark.slow),
+    pytest.param("1x128", (3, 512, 140, 128), 2, marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("expert_format", "experts", "outputs", "tokens", "block_size"), GEMMS)
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(("expert_format", "size", "top_k"), GEMMS, ids=str)
 def test_moe_gemm_matches_torch(
-    expert_format: ExpertFormat, experts: int, outputs: int, tokens: int, block_size: int, top_k: int,
-    device: torch.device,
-) -> None:  # fmt: skip
+    expert_format: ExpertFormat, size: tuple[int, int, int, int], top_k: int, device: torch.device
+) -> None:
+    experts, outputs, tokens, block_size = size
     weight = random_weights(device, (experts, outputs, 256), expert_format)
     routing = routing_of(device, tokens, 2, experts)
     x = random_tokens(device, tokens * 2 // top_k, 256, weight.quant_format)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nightly_cases import by_turns
 from seeded_tensors import relative_error
 from torch import Tensor
 
@@ -65,9 +66,9 @@ def test_bf16_in_any_layout(size, dtype, transposed, device):
         assert_close_after_rounding(result, left, right, addend)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize(
+    ("formats", "fast", "dtype"), by_turns(((E4M3, E4M3), (E5M2, E4M3)), (True, False), (BF16, FP32), period=4)
+)
 def test_fp8_operands_are_dequantized_and_accumulated(formats, fast, dtype, fp8_device):
     left, right = randn(1024, 2048, fp8_device, dtype=formats[0]), randn(1536, 2048, fp8_device, dtype=formats[1])
     scales = torch.tensor(2.0, device=fp8_device), torch.tensor(0.25, device=fp8_device)

@@ -90,8 +90,11 @@ def small_tiles(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("queries", "tokens", "kv_heads"),
     [
-        *((1, 1, 1), (31, 31, 4), (100, 100, 1), (1, 64, 2), (17, 70, 2), (40, 41, 2)),
-        *(pytest.param(*p, marks=pytest.mark.nightly) for p in ((96, 96, 1), (96, 96, 4), (100, 100, 4), (32, 96, 2))),
+        *((1, 1, 1), (31, 31, 4), (17, 70, 2)),
+        *(
+            pytest.param(*p, marks=pytest.mark.nightly)
+            for p in ((100, 100, 1), (1, 64, 2), (40, 41, 2), (96, 96, 1), (96, 96, 4), (100, 100, 4), (32, 96, 2))
+        ),
     ],
 )
 def test_kernels_equal_the_reference(small_tiles, queries: int, tokens: int, kv_heads: int) -> None:

@@ -60,7 +60,7 @@ def test_clipping_waits_for_all_gradients():
     assert best_plan(SHORT, LESS, H200).plan.update_at == "backward"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # by day of a smaller model: tests/cli/test_plan_command.py
 def test_a_prime_length_has_a_shorter_last_chunk():
     plan = best_plan(SHORT, replace(LESS, seqlen=65_537, host_gib=50, device_gib=20), H200).plan
     assert plan.chunks_per_group > 1
@@ -124,7 +124,7 @@ def test_bad_constraints_are_refused_in_one_line(changed, words):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     seqlen=st.integers(5, 200), host=st.floats(0.3, 4), device=st.floats(0.2, 3), gbs=st.integers(1, 5),
     chunk=st.sampled_from([None, 16, 50]), update=st.sampled_from(["master", "stochastic", "nearest"]),

@@ -181,3 +181,14 @@ def test_a_newer_store_is_refused_in_one_line(tmp_path):
     newer.close()
     with pytest.raises(ConfigError, match=f"has schema {SCHEMA_VERSION + 1}, this llmb reads up to {SCHEMA_VERSION}"):
         Store(path)
+
+
+def test_rows_without_an_id_are_numbered_with_one_query(store, config):
+    store.add(config, Path("/gone"))
+    (gone,) = store.jobs()
+    rows = [replace(gone, job_id="" if number else "L7", run_dir=f"/run{number}") for number in range(50)]
+    statements = []
+    store._db.set_trace_callback(statements.append)
+    store.replace_all(rows, known_run_dirs={"/gone"})
+    assert {job.run_dir: job.job_id for job in store.jobs()} == {f"/run{n}": f"L{7 + n}" for n in range(50)}
+    assert sum("max(" in statement for statement in statements) == 1

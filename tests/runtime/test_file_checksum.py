@@ -1,14 +1,21 @@
 """Checksums of files find every small change, a missing end, and blocks that changed places."""
 
+import os
 import random
 import zlib
 from pathlib import Path
+from threading import Event, current_thread, main_thread
+from typing import Any
 
+import numpy as np
 import pytest
 
-from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial
-from llmb.runtime.checksums.checkpoint_checksums import checksums, find_damage
-from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_BYTES, file_checksum
+from llmb.config.spec import Training
+from llmb.errors import ConfigError
+from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial, resume_point
+from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums, find_damage
+from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_BYTES, WordSums, file_checksum
+from llmb.runtime.checksums.file_stream import AHEAD, FileStream
 
 
 @pytest.fixture
@@ -64,6 +71,30 @@ def test_checksum_does_not_depend_on_how_a_file_is_read(tmp_path: Path, content:
     assert file_checksum(path, "word_sums") == (len(content), whole)
 
 
+def test_the_thread_that_would_wait_sums_a_block(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "file"
+    whole = random.Random(4).randbytes(AHEAD * BUFFER_BYTES + 5)
+    path.write_bytes(whole)
+    threads, is_ahead, sums = [], Event(), WordSums.sums
+
+    def recorded(checksum: WordSums, *block: Any) -> Any:
+        threads.append(current_thread() is main_thread())
+        if len(threads) == AHEAD - 1:
+            is_ahead.set()
+        return sums(checksum, *block)
+
+    monkeypatch.setattr(WordSums, "sums", recorded)
+    with FileStream(path, "word_sums") as stream:
+        assert is_ahead.wait(60)
+        assert threads == [False] * (AHEAD - 1), "all but the first, which is awaited, are summed by their reader"
+        first = np.empty(4, dtype=np.uint8)
+        stream.copy_to(0, first)
+        assert threads.count(True) == 1
+        checksum = stream.checksum()
+    monkeypatch.undo()
+    assert (first.tobytes(), checksum) == (whole[:4], file_checksum(path, "word_sums"))
+
+
 def test_checkpoint_of_an_older_version_is_checked_by_its_crc32(tmp_path: Path, content: bytes) -> None:
     final = checkpoint_path(tmp_path, 2)
     file = create_partial(final) / "shard"
@@ -101,3 +132,29 @@ def test_checksums_are_by_name(tmp_path: Path) -> None:
     assert checksums([tmp_path / "a"]) == {
         "a": {"bytes": 1, "word_sums": file_checksum(tmp_path / "a", "word_sums").digest}
     }
+
+
+def two_checkpoints(tmp_path: Path) -> tuple[Path, Path]:
+    for step in (2, 4):
+        final = checkpoint_path(tmp_path, step)
+        file = create_partial(final) / "shard"
+        file.write_bytes(b"abc")
+        commit(final, {}, 1, checksums([file]))
+    return checkpoint_path(tmp_path, 2), checkpoint_path(tmp_path, 4)
+
+
+def test_file_that_became_a_fifo_is_damage_and_not_waited_for(tmp_path: Path) -> None:
+    older, newer = two_checkpoints(tmp_path)
+    (newer / "shard").unlink()
+    os.mkfifo(newer / "shard")
+    with pytest.raises(ConfigError, match=f"shard is not a regular file; resume={older} continues from an older one"):
+        CheckpointCheck(newer)
+
+
+def test_damaged_identity_offers_an_older_checkpoint(tmp_path: Path) -> None:
+    older, newer = two_checkpoints(tmp_path)
+    identity = newer / "checkpoint.json"
+    identity.write_text(identity.read_text().replace("3", "4", 1))
+    work = Training(seqlen=8, mbs=1, gbs=1, ga=1, resume=str(tmp_path))
+    with pytest.raises(ConfigError, match=f"its checksum differs; resume={older} continues from an older one"):
+        resume_point(work, tmp_path, {}, {}, 1)

@@ -147,7 +147,7 @@ def scenarios(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_outputs_equal_those_of_a_request_alone(scenario):
     setting, arrivals, cancels = scenario
@@ -158,7 +158,7 @@ def test_outputs_equal_those_of_a_request_alone(scenario):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_outputs_do_not_depend_on_admission_check(scenario):
     """Admission without prediction means many preemptions; no generated token is lost by them."""

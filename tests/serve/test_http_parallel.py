@@ -43,7 +43,7 @@ def layout_config(folder, name: str):
     return write_config(folder / "run", config), arguments, ranks
 
 
-NIGHTLY = ("pp", "ep", "dense attention_dp")  # the others meet the same code
+NIGHTLY = ("tp", "pp", "ep", "dense attention_dp")  # the others meet the same code
 
 
 @pytest.mark.parametrize(

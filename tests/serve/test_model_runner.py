@@ -76,7 +76,7 @@ def test_empty_steps_change_no_output(served_model: ServedModel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_depth_changes_no_output(served_model: ServedModel, depth: int) -> None:
     assert outputs(served_model, lambda engine: Engine(engine.scheduler, engine.runner, depth=depth)) == outputs(
         served_model

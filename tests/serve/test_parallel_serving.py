@@ -74,11 +74,10 @@ LAYOUTS = [
     ("llama", PP4),
 ]
 QUICK = [("llama", TP2), ("nemotron_h", PP2), ("grok1", TP2_PP2), ("deepseek", TP4_EP4_DP), ("grok1", TP4_EP2)]
-SLOW = [("deepseek", TP8_EP8_PP2_DP)]  # the largest of the recipes
 
 
 def marks(case: tuple[str, dict[str, Any]]) -> list[pytest.MarkDecorator]:
-    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.nightly]
+    return [] if case in QUICK else [pytest.mark.nightly]
 
 
 def layout_id(layout: dict[str, Any]) -> str:

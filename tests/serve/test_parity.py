@@ -83,7 +83,7 @@ def test_built_engine_equals_transformers(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(scenario=scenarios(), expanded_from=st.sampled_from([2, served_mla.MIN_EXPANDED_CHUNK]))
 def test_parity_for_any_batching_chunking_and_preemption(case: Case, scenario: Scenario, expanded_from: int) -> None:
     requests = [case.request(number, prompt) for number, prompt in enumerate(scenario.prompts)]
@@ -162,7 +162,7 @@ def test_triton_kernels_in_padded_steps(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_thousand_requests_with_random_cancels(prefix_cache: bool) -> None:
     draw = random.Random(5)
     engine = engine_for(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from nightly_cases import by_turns
 from small_models import gpt_oss_model
 from small_served import (
     CPU,
@@ -71,12 +72,13 @@ SCALE = 0.09  # of weights, so that gemms preserve the magnitude
 PRODUCTS = {"llama": 2 * 4, "deepseek": 3 * 5, "nemotron_h": 6 * 2, "grok1": 2 * 4, "gpt_oss": 2 * 4}
 CACHED = {"llama": 2 * 2, "deepseek": 3 * 2, "nemotron_h": 2, "grok1": 2 * 2, "gpt_oss": 2 * 2}
 FP8 = {"dtype": "fp8", "fp8_recipe": "channelwise"}
+NVFP4 = {"dtype": "nvfp4"}
 PRECISIONS: list[dict[str, str]] = [
     FP8,
     FP8 | {"fp8_recipe": "tensorwise"},
     FP8 | {"fp8_recipe": "blockwise"},
     FP8 | {"kv_dtype": "fp8"},
-    {"dtype": "nvfp4"},
+    NVFP4,
 ]
 CACHE = {"dtype": "fp32", "kv_dtype": "fp8"}
 
@@ -85,18 +87,8 @@ def precision_id(precision: dict[str, str]) -> str:
     return "-".join(precision.values())
 
 
-def every_other(precisions: list[dict[str, str]]) -> list[Any]:
-    """Return all pairs of a model and a precision, half of them nightly: each model keeps half of the precisions."""
-    return [
-        pytest.param(
-            model,
-            precision,
-            id=f"{model.name}-{precision_id(precision)}",
-            marks=[] if (row + column) % 2 == 0 else [pytest.mark.nightly],
-        )
-        for row, model in enumerate(MODELS)
-        for column, precision in enumerate(precisions)
-    ]
+def case_id(value: Model | dict[str, str]) -> str:
+    return value.name if isinstance(value, Model) else precision_id(value)
 
 
 def relative_error(actual: Tensor, reference: Tensor) -> float:
@@ -159,7 +151,7 @@ def test_logits_error_matches_quantization_error(case: Case, precision: dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "precision"), every_other([*PRECISIONS, CACHE]), indirect=["case"])
+@pytest.mark.parametrize(("case", "precision"), by_turns(MODELS, [*PRECISIONS, CACHE], name=case_id), indirect=["case"])
 def test_chunked_prefill_error_is_below_quantization_error(case: Case, precision: dict[str, str]) -> None:
     """Another order of summation, or absorbed kv_up, rounds differently."""
     if precision.get("fp8_recipe") == "tensorwise":
@@ -174,7 +166,7 @@ def test_chunked_prefill_error_is_below_quantization_error(case: Case, precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "precision"), every_other(PRECISIONS), indirect=["case"])
+@pytest.mark.parametrize(("case", "precision"), by_turns(MODELS, PRECISIONS, name=case_id), indirect=["case"])
 def test_engine_generates_full_outputs(case: Case, precision: dict[str, str]) -> None:
     config = config_of(case.model, case.folder, **precision)
     engine = build_engine(config, SINGLE_RANK_INFO, MAX_SEQ_LEN)
@@ -202,9 +194,9 @@ SHORT = 3  # tokens; too few longer outputs have a clear margin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "precision",
-    [CACHE, FP8 | {"kv_dtype": "fp8"}, pytest.param({"dtype": "nvfp4"}, marks=pytest.mark.nightly)],
-    ids=precision_id,
+    ("case", "precision"),
+    by_turns(MODELS, [FP8 | {"kv_dtype": "fp8"}, NVFP4, CACHE], period=3, name=case_id),
+    indirect=["case"],
 )
 def test_outputs_with_clear_margin_do_not_depend_on_batching(case: Case, precision: dict[str, str]) -> None:
     if case.model.mla and precision != CACHE:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nightly_cases import by_turns
 from small_models import llama_model
 from step_inputs import step_inputs
 from torch import Tensor
@@ -68,9 +69,9 @@ def by_triton(monkeypatch: pytest.MonkeyPatch, force_kernels: None) -> None:  # 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "padding"), [(1, 0), (3, 1)])
-@pytest.mark.parametrize("kernels", [True, False])
-def test_skinny_path_equals_the_usual_path(count, padding, kernels, request):
+@pytest.mark.parametrize(("step", "kernels"), by_turns(((3, 1), (1, 0)), (True, False)))
+def test_skinny_path_equals_the_usual_path(step, kernels, request):
+    count, padding = step
     tokens, inputs = [5, 17, 30, 32][: count + padding], decode_inputs(count, padding)
     slow, fast = small_model(LLAMA), small_model(LLAMA)
     expected = logits(slow, tokens, inputs)

@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from nightly_cases import by_turns
 from small_models import SMALL_MODELS
 
 from llmb.models.architectures import build_model
@@ -60,8 +61,10 @@ def gradients(name: str, dtype: str, offloaded: int, recomputed: int = 0) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
-@pytest.mark.parametrize("name", [name for name, model in SMALL_MODELS.items() if model.layers > 2])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    by_turns([name for name, model in SMALL_MODELS.items() if model.layers > 2], ("fp32", "bf16", "fp8"), period=3),
+)
 def test_offload_is_bit_exact(name: str, dtype: str, copies: list) -> None:
     layers = SMALL_MODELS[name].layers
     plain = gradients(name, dtype, 0)
@@ -144,8 +147,10 @@ def test_small_tensors_are_not_offloaded(monkeypatch, copies: list) -> None:
     assert not copies
 
 
-@pytest.mark.parametrize("changes", [{"offload_layers": 1}, {"recompute_layers": 1, "offload_layers": 1}, {"ga": 2}])
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    by_turns(({"offload_layers": 1}, {"recompute_layers": 1, "offload_layers": 1}, {"ga": 2}), ("bf16", "fp8")),
+)
 def test_run_with_offload_is_bit_exact(trained, changes: dict, dtype: str) -> None:
     shape = {"layers": 3, "dtype": dtype, "ga": 1} | {key: changes[key] for key in changes if key == "ga"}
     shape["gbs"] = 4 * shape["ga"]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nightly_cases import by_turns
 from training_ranks import on_ranks
 
 from llmb.config.spec import Parallel
@@ -45,14 +46,19 @@ def attend_alone(whole: list[torch.Tensor], options: dict[str, Any]) -> list[tor
     return [out.detach(), *torch.autograd.grad(out, inputs, whole[3])]
 
 
-@pytest.mark.parametrize("sequences", [1, 2])
-@pytest.mark.parametrize("cp", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("heads", "widths", "options"),
-    [((4, 2), (16, 16), {}), ((4, 2), (16, 16), {"softcap": 2.0}), ((4, 4), (24, 16), {"scale": 0.3})],
-    ids=["gqa", "softcap", "mla"],
-)
-def test_cp_attention_equals_one_process(
+ATTENTION: dict[str, tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "gqa": ((4, 2), (16, 16), {}),
+    "softcap": ((4, 2), (16, 16), {"softcap": 2.0}),
+    "mla": ((4, 4), (24, 16), {"scale": 0.3}),
+}
+
+
+@pytest.mark.parametrize(("kind", "cp", "sequences"), by_turns(ATTENTION, (1, 2, 3, 4), (1, 2)))
+def test_cp_attention_equals_one_process(kind: str, cp: int, sequences: int) -> None:
+    assert_ranks_attend_as_one(cp, sequences, *ATTENTION[kind])
+
+
+def assert_ranks_attend_as_one(
     cp: int, sequences: int, heads: tuple[int, int], widths: tuple[int, int], options: dict[str, Any]
 ) -> None:
     whole = queries_keys_values(sequences, heads, widths)
@@ -65,7 +71,7 @@ def test_cp_attention_equals_one_process(
 
 @pytest.mark.parametrize("options", [{"window": 11}, {"window": 5, "softcap": 2.0}], ids=["window", "softcap"])
 def test_a_sliding_window_over_ranks_equals_one_process(options: dict[str, Any]) -> None:
-    test_cp_attention_equals_one_process(2, 2, (4, 2), (16, 16), options)
+    assert_ranks_attend_as_one(2, 2, (4, 2), (16, 16), options)
 
 
 def test_segments_of_two_sequences() -> None:

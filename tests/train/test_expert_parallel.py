@@ -176,7 +176,7 @@ CASES = [("all", "plain"), ("none on the first", "plain"), ("two experts", "plai
     ("degrees", "routing", "kind"),
     [
         pytest.param(
-            degrees, *case, marks=[] if case in CASES[:2] or degrees in SMALLEST_AND_RICHEST else [pytest.mark.nightly]
+            degrees, *case, marks=[] if case in CASES[:1] or degrees in SMALLEST_AND_RICHEST else [pytest.mark.nightly]
         )
         for degrees in LAYOUTS
         for case in CASES
@@ -223,7 +223,9 @@ def test_overflow_is_counted_and_drops_tokens(factor: float, overflow: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", ["all", "two experts", "none on the first"])
+@pytest.mark.parametrize(
+    "routing", ["all", *(pytest.param(few, marks=pytest.mark.nightly) for few in ("two experts", "none on the first"))]
+)
 def test_fp8_dispatch_is_as_accurate_as_one_process(routing: str) -> None:
     """Each rank has its own scales, so rounding differs, but not by more than in one process."""
     exact = one_process(routing)
@@ -254,7 +256,11 @@ def test_aux_loss_is_over_all_tokens_of_a_micro_batch(degrees: dict[str, int]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2, "fsdp": True}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.nightly), {"pp": 2, "dp": 2, "ep": 2, "fsdp": True}],
+    ids=str,
+)
 def test_overflow_repeats_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, degrees: dict[str, int]
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly_cases import by_turns
 from sharded_network import BF16, FP32, ONE, fp32_weights, shard
 from small_config import CONFIG
 from small_models import SMALL_MODELS
@@ -167,8 +168,7 @@ def test_bf16_state_learns_as_fp32(state: str, layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["gradients", "reduce_dtype"])
-@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize(("setting", "fsdp"), by_turns(("gradients", "reduce_dtype"), (False, True)))
 def test_bf16_gradients_of_two_ranks(setting: str, fsdp: bool) -> None:
     """Rounding a gradient changes its norm by less than 2**-8; the weights move by lr a step, whatever the size."""
     fp32, bf16 = (bf16_outcome(steps=2, dp=2, fsdp=fsdp, gbs=8, **{setting: dtype}) for dtype in ("fp32", "bf16"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly_cases import by_turns
 from sharded_network import shard
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS, llama_model
@@ -129,8 +130,11 @@ def spoil_output(model_part: nn.Module) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"dp": 2, "gbs": 8}, {"tp": 2}, {"pp": 2, "mbs": 2, "ga": 2}], ids=str)
-@pytest.mark.parametrize("spoil", [spoil_weight, spoil_output])
+@pytest.mark.parametrize(
+    ("layout", "spoil"),
+    by_turns(({"dp": 2, "gbs": 8}, {"tp": 2}, {"pp": 2, "mbs": 2, "ga": 2}), (spoil_weight, spoil_output)),
+    ids=str,
+)
 def test_all_ranks_report_the_failed_rank(layout, spoil, tmp_path) -> None:
     errors = on_ranks(2, diverge, layout, 1, spoil, tmp_path)
     assert [error.failed_rank for error in errors] == [1, 1]

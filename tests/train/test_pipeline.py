@@ -66,7 +66,7 @@ class LiveTensors:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pp", "vp"), [pytest.param(2, None, marks=pytest.mark.nightly), (2, 2), (4, None)])
+@pytest.mark.parametrize(("pp", "vp"), [(2, 2), *(pytest.param(pp, None, marks=pytest.mark.nightly) for pp in (2, 4))])
 def test_stage_memory_is_for_micro_batches_in_flight(pp: int, vp: int | None) -> None:
     ga = 16
     for rank, counted in enumerate(on_ranks(pp, _count_transfers, small("grok1", pp=pp, vp=vp, ga=ga, gbs=2 * ga))):

@@ -179,14 +179,21 @@ def test_names_of_fp8_tensors_are_those_of_the_whole_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "steps", "ga"), [("llama", 24, 2), ("nemotron_h", 24, 1), ("grok1", 24, 1), ("deepseek", 20, 1)]
+    ("name", "steps", "ga", "recipes"),
+    [
+        ("llama", 24, 2, [*SCALINGS, "rowwise"]),
+        ("nemotron_h", 24, 1, SCALINGS),
+        ("grok1", 24, 1, ["tensorwise_delayed"]),
+        pytest.param("grok1", 24, 1, ["tensorwise_current"], marks=pytest.mark.nightly),
+        ("deepseek", 20, 1, ["tensorwise_current"]),
+        pytest.param("deepseek", 20, 1, ["tensorwise_delayed"], marks=pytest.mark.nightly),
+    ],
 )
-def test_every_dtype_and_recipe_trains_as_fp32(trained, name: str, steps: int, ga: int) -> None:
+def test_every_dtype_and_recipe_trains_as_fp32(trained, name: str, steps: int, ga: int, recipes: list[str]) -> None:
     """Gradients accumulate in one model; in all of them by `test_layout_training.py`."""
     run = {"model": SMALL_MODELS[name], "steps": steps, "mbs": 4 // ga, "ga": ga, "lr": 5e-3}
     fp32 = trained(dtype="fp32", **run).losses()
     assert sum(fp32[-10:]) / 10 < fp32[0] - 0.3, "there is something to learn"
-    recipes = [*SCALINGS, "rowwise"] if name == "llama" else SCALINGS
     for dtype, recipe in (("bf16", None), *(("fp8", recipe) for recipe in recipes)):
         losses = trained(dtype=dtype, fp8_recipe=recipe, **run).losses()
         assert losses != fp32

@@ -49,7 +49,7 @@ def test_sigterm_during_a_long_step(start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly), signal.SIGKILL])
 def test_interrupted_run_keeps_its_steps(start, number: signal.Signals) -> None:
     """No line of the events is torn; a killed run has no end."""
     outcome = start(steps=10**6)

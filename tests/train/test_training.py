@@ -95,7 +95,7 @@ def test_recomputation_is_bit_exact(trained, dtype: str) -> None:
     assert trained(dtype=dtype, recompute_layers=2).losses() == plain
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # test_faults.py starts ranks anew, test_layout_training.py compares them with one process
 def test_two_ranks_equal_one_process(trained, start) -> None:
     alone = trained(mbs=2, ga=2)
     outcome = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, recompute_layers=1)

@@ -184,7 +184,7 @@ def waited_s(job: Any, now: float) -> float | None:
 def elapsed_s(job: Any, now: float) -> float | None:
     """Return the seconds from start to end, or until now; the row of a local run has both times."""
     if job.launcher == "local":
-        return (now if job.going else job.updated_at) - job.created_at
+        return max(0.0, (now if job.going else job.updated_at) - job.created_at)  # clocks of two machines differ
     if job.started_at is None:
         return None
     until = job.ended_at or (now if job.going else None)

@@ -67,9 +67,9 @@ class Poller:
         except Exception as error:  # a folder that was moved away or damaged must not hide the other runs
             if isinstance(error, LaunchError) or not _is_readable(job):
                 if job.going:
-                    self._report_once(f"{job.job_id}: {describe_damage(error)}")
+                    self._report_once(f"{job.job_id}: {describe_damage(error, job.run_dir)}")
                 if job.launcher == "local" and not isinstance(error, LaunchError):
-                    self._save([(job, _unreadable(error))])
+                    self._save([(job, _unreadable(job, error))])
             else:
                 self._save([(job, self._damaged(job, error))])
         return job
@@ -134,7 +134,7 @@ class Poller:
             return self._outcome(run, job, state)
         except Exception as error:
             columns = _slurm_columns(state, job) if state else {}
-            return {**columns, **(self._damaged(job, error) if _is_readable(job) else _unreadable(error))}
+            return {**columns, **(self._damaged(job, error) if _is_readable(job) else _unreadable(job, error))}
 
     def _outcome(self, run: RunFolder, job: Job, state: JobState | None) -> dict[str, Any]:
         """Record how a job ended; while its disk is full, for example, the next refresh tries again for some time."""
@@ -149,8 +149,8 @@ class Poller:
 
     def _damaged(self, job: Job, error: Exception) -> dict[str, Any]:
         """Report a damaged run folder and return the columns of its row."""
-        self._report_once(f"{job.job_id}: {job.run_dir} is damaged: {describe_damage(error)}")
-        return {"status": DAMAGED, "reason": describe_damage(error)}
+        self._report_once(f"{job.job_id}: {job.run_dir} is damaged: {describe_damage(error, job.run_dir)}")
+        return {"status": DAMAGED, "reason": describe_damage(error, job.run_dir)}
 
     def _report_down(self, down: SlurmUnavailable, jobs: Iterable[Job]) -> None:
         self._skip_slurm, was_down = True, self._down
@@ -175,8 +175,8 @@ def _is_readable(job: Job) -> bool:
         return False
 
 
-def _unreadable(error: Exception) -> dict[str, Any]:
-    return {"status": "lost", "reason": f"its run folder cannot be read: {describe_damage(error)}"}
+def _unreadable(job: Job, error: Exception) -> dict[str, Any]:
+    return {"status": "lost", "reason": f"its run folder cannot be read: {describe_damage(error, job.run_dir)}"}
 
 
 def _is_unfinished(job: Job) -> bool:

@@ -26,7 +26,7 @@ from llmb.launch.archive.run_origin import run_cluster, run_identity
 from llmb.launch.archive.scrub_files import Scrubber, is_text, read_chunks
 from llmb.launch.archive.unpack import ByteProgress, read_archive
 from llmb.launch.run_files.pid_file import is_alive
-from llmb.launch.run_folder import RunFolder, printable_path
+from llmb.launch.run_folder import CONFIG_FILE, RunFolder, printable_path
 
 EXCLUDED_FOLDERS = {"profile", "profiles", "checkpoint", "checkpoints", "code", "nsys_profile", "torch_profile",
                 "pytorch_profile", "__pycache__"}  # fmt: skip
@@ -59,7 +59,10 @@ def has_ended(run: RunFolder) -> bool:
 def check_packable(run: RunFolder) -> None:
     """Raise what would stop an archive with this run: an unreadable file or folder, a damaged origin or event file."""
     _archived_runs({_archive_path(run): run})
-    for path in _files(run, []):
+    files = _files(run, [])
+    if run.path / CONFIG_FILE not in files:
+        raise ConfigError(f"its {CONFIG_FILE} is no text file")
+    for path in files:
         with path.open("rb"):
             pass
 

@@ -33,12 +33,16 @@ def find_damage(checkpoint: Path) -> str | None:
 
 def damaged_error(checkpoint: Path, damage: str) -> ConfigError:
     """Return the error of a damaged checkpoint, which offers the newest older one that is not."""
+    return ConfigError(f"resume: {checkpoint} is damaged: {damage}; {older_offer(checkpoint)}")
+
+
+def older_offer(checkpoint: Path) -> str:
+    """Return in words which older checkpoint is the newest intact one."""
     older = [
         path for path in complete_checkpoints(checkpoint.parent) if checkpoint_step(path) < checkpoint_step(checkpoint)
     ]
     intact = next((path for path in reversed(older) if _is_intact(path)), None)
-    offer = "no older one is intact" if intact is None else f"resume={intact} continues from an older one"
-    return ConfigError(f"resume: {checkpoint} is damaged: {damage}; {offer}")
+    return "no older one is intact" if intact is None else f"resume={intact} continues from an older one"
 
 
 class CheckpointCheck:
@@ -50,6 +54,9 @@ class CheckpointCheck:
         recorded = read_identity(checkpoint).get("files", {})
         if not isinstance(recorded, dict):
             self._damage[IDENTITY], recorded = "has no list of files", {}
+        special = next((name for name in sorted(recorded) if _is_special(checkpoint / name)), None)
+        if special is not None:  # opening a FIFO would wait for ever
+            raise damaged_error(checkpoint, f"{special} is not a regular file")
         names = sorted(recorded, key=_rank_order)[part::parts]
         self._unchecked: dict[str, Any] = {name: recorded[name] for name in names}  # what is recorded of each
         self._others: Future[None] | None = None
@@ -120,6 +127,10 @@ def _algorithm(recorded: Any) -> str | None:
 def _rank_order(name: str) -> tuple[bool, int, str]:
     """Sort `__2_0.distcp` before `__10_0.distcp` and `.metadata` last: each rank checks the file that it loads."""
     return name.startswith("."), len(name), name
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 def _is_intact(checkpoint: Path) -> bool:

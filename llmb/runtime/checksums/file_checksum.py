@@ -23,6 +23,7 @@ ROW_BYTES = 8 * ROW_WORDS  # 64 KiB
 BUFFER_BYTES = 32 * ROW_BYTES  # 2 MiB: stays in the cache of a core between the copy and both sums
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class FileChecksum(NamedTuple):
@@ -35,8 +36,11 @@ class FileChecksum(NamedTuple):
 class Checksum(Protocol):
     """A checksum of bytes that are added in their order."""
 
-    def add(self, buffer: Bytes, count: int) -> None:
-        """Add the first bytes of a buffer of whole rows, of which only the last may be partly filled."""
+    def sums(self, buffer: Bytes, count: int) -> Any:
+        """Return what `add` needs of the first bytes of a buffer of whole rows; any thread may call it."""
+
+    def add(self, sums: Any) -> None:
+        """Add the sums of the next bytes."""
 
     def result(self) -> FileChecksum:
         """Return size and digest of what was added."""
@@ -49,13 +53,17 @@ class WordSums:
         self._columns = np.zeros(ROW_WORDS, dtype=np.uint64)
         self._digest, self._size = blake2b(digest_size=8), 0
 
-    def add(self, buffer: Bytes, count: int) -> None:
-        self._size += count
+    def sums(self, buffer: Bytes, count: int) -> tuple[int, Words, Words]:
         end = -(-count // ROW_BYTES) * ROW_BYTES
         buffer[count:end] = 0  # the last row is filled up; the size tells it from zeros of the file
         rows = buffer[:end].view("<u8").reshape(-1, ROW_WORDS)
-        self._columns += np.add.reduce(rows, axis=0)
-        self._digest.update(np.add.reduce(rows, axis=1).astype("<u8").tobytes())
+        return count, np.add.reduce(rows, axis=0), np.add.reduce(rows, axis=1)
+
+    def add(self, sums: tuple[int, Words, Words]) -> None:
+        count, columns, rows = sums
+        self._size += count
+        self._columns += columns
+        self._digest.update(rows.astype("<u8").tobytes())
 
     def result(self) -> FileChecksum:
         digest = self._digest.copy()
@@ -69,8 +77,11 @@ class Crc32:
     def __init__(self) -> None:
         self._crc = self._size = 0
 
-    def add(self, buffer: Bytes, count: int) -> None:
-        self._crc, self._size = zlib.crc32(buffer.data[:count], self._crc), self._size + count
+    def sums(self, buffer: Bytes, count: int) -> memoryview:
+        return buffer.data[:count]  # which cannot be summed apart from what lies before
+
+    def add(self, sums: memoryview) -> None:
+        self._crc, self._size = zlib.crc32(sums, self._crc), self._size + len(sums)
 
     def result(self) -> FileChecksum:
         return FileChecksum(self._size, self._crc)
@@ -85,7 +96,7 @@ def file_checksum(path: Path, algorithm: str) -> FileChecksum:
     buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)  # one for the whole file: fresh memory costs more than the sums
     with FileIO(path) as file:
         while count := fill(file, buffer):
-            checksum.add(buffer, count)
+            checksum.add(checksum.sums(buffer, count))
     return checksum.result()
 
 

@@ -4,7 +4,8 @@
         stream.copy_to(offset, memory)      # offsets ascend; what lies between is read too
         stream.checksum()                   # reads the rest
 
-A thread reads ahead and sums each block while it is in the cache, so the disk, the sums and the copies overlap.
+A thread reads ahead, so the disk and the copies overlap. It also sums a block, which is still in its cache, if another
+waits to be copied; else the copying thread, which would wait, does: two cores share reads, sums and copies evenly.
 """
 
 from collections import deque
@@ -12,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +23,13 @@ AHEAD = 4  # blocks being read or waiting, beside the one that is copied from: t
 
 
 class FileStream:
-    """Reader of a whole file in order; the copies of one thread, the sums of another."""
+    """Reader of a whole file in order, which two threads share."""
 
     def __init__(self, path: Path, algorithm: str):
         self._path, self._file, self._checksum = path, FileIO(path), ALGORITHMS[algorithm]()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
-        self._waiting: deque[tuple[Bytes, Future[int]]] = deque()
+        self._waiting: deque[tuple[Bytes, Future[tuple[int, Any]]]] = deque()
+        self._taken = 0  # blocks, which are numbered from 0
         self._block, self._start, self._end = np.empty(BUFFER_BYTES, dtype=np.uint8), 0, 0  # bytes of the file in it
         for _ in range(AHEAD):
             self._read_ahead(np.empty(BUFFER_BYTES, dtype=np.uint8))
@@ -54,20 +57,24 @@ class FileStream:
     def _next_block(self) -> bool:
         """Go on to the next block, and return whether there is one."""
         block, reading = self._waiting[0]
-        if not (count := reading.result()):
+        count, sums = reading.result()
+        if not count:
             return False
         self._waiting.popleft()
+        self._taken += 1
         self._read_ahead(self._block)
+        self._checksum.add(self._checksum.sums(block, count) if sums is None else sums)
         self._block, self._start, self._end = block, self._end, self._end + count
         return True
 
     def _read_ahead(self, buffer: Bytes) -> None:
-        self._waiting.append((buffer, self._reader.submit(self._read_block, buffer)))
+        number = self._taken + len(self._waiting)
+        self._waiting.append((buffer, self._reader.submit(self._read_block, number, buffer)))
 
-    def _read_block(self, buffer: Bytes) -> int:
+    def _read_block(self, number: int, buffer: Bytes) -> tuple[int, Any]:
+        """Return the bytes read, and their sums unless the copying thread has nothing else to do."""
         count = fill(self._file, buffer)
-        self._checksum.add(buffer, count)
-        return count
+        return count, None if number == self._taken else self._checksum.sums(buffer, count)
 
     def __enter__(self) -> "FileStream":
         return self
