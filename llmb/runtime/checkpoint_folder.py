@@ -14,11 +14,11 @@ import shutil
 import sys
 import time
 import zlib
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from llmb.config.serialization import current_names, read_json, to_json, to_plain, write_atomic
+from llmb.config.serialization import current_names, read_json, to_json, write_atomic
 from llmb.config.spec import Model, OutOfCore, Training
 from llmb.errors import ConfigError
 from llmb.events import RunResumed
@@ -59,6 +59,7 @@ def resume_point(
     number formats) decides whether the run computes what the other would have: differences need `force_resume`.
     """
     point = None
+    required, expected = _as_json(required), _as_json(expected)
     if workload.resume is not None:
         path = latest_checkpoint(Path(workload.resume))
         saved = _with_model_defaults(current_names("Model", _identity_or_offer(path), prefix="model."))
@@ -153,7 +154,7 @@ def commit(final: Path, identity: dict[str, Any], format_version: int, files: Fi
     """Write the identity, rename the folder to its final name and delete old checkpoints; all tensors are on disk."""
     partial = partial_path(final)
     content = {"format": format_version, "step": checkpoint_step(final)} | identity | {"files": files}
-    content = json.loads(to_json(content))  # as it will be read
+    content = _as_json(content)
     write_atomic(partial / IDENTITY, to_json(content | {"crc32": _crc32(content)}), durable=True)
     fsync(partial)
     partial.rename(final)
@@ -191,8 +192,23 @@ def fsync(path: Path) -> None:
 
 def _with_model_defaults(saved: dict[str, Any]) -> dict[str, Any]:
     """Add the fields of a model that did not exist when a checkpoint was written."""
-    defaults = {f"model.{f.name}": to_plain(f.default) for f in fields(Model) if f.default is not MISSING}
-    return defaults | saved
+    model = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
+    return saved | {f"model.{name}": value for name, value in _with_defaults(Model, model).items()}
+
+
+def _with_defaults(kind: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of a dataclass, and of dataclasses inside, to what is saved of it; as JSON has them."""
+    values = {f.name: _as_json(f.default) for f in fields(kind) if f.default is not MISSING} | saved
+    for name, hint in get_type_hints(kind).items():
+        inner = next((part for part in get_args(hint) or (hint,) if is_dataclass(part)), None)
+        if inner is not None and isinstance(values.get(name), dict):
+            values[name] = _with_defaults(inner, values[name])
+    return values
+
+
+def _as_json(value: Any) -> Any:
+    """Return the value as it is read back: a tuple is a list."""
+    return json.loads(to_json(value))
 
 
 def _crc32(content: dict[str, Any]) -> int:

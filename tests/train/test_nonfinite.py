@@ -133,7 +133,7 @@ def spoil_output(model_part: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("layout", "spoil"),
     by_turns(({"dp": 2, "gbs": 8}, {"tp": 2}, {"pp": 2, "mbs": 2, "ga": 2}), (spoil_weight, spoil_output)),
-    ids=str,
+    ids=lambda setting: getattr(setting, "__name__", str(setting)),  # workers must agree: no address of a function
 )
 def test_all_ranks_report_the_failed_rank(layout, spoil, tmp_path) -> None:
     errors = on_ranks(2, diverge, layout, 1, spoil, tmp_path)
