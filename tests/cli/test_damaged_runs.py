@@ -125,7 +125,8 @@ def test_damaged_folder_is_named_and_listed_and_the_others_come_back(runs, damag
 
 
 def test_reason_is_not_cut_off_behind_a_long_path(tmp_path, monkeypatch, recipes, capsys):
-    install = tmp_path.joinpath(*["a long name of a folder" * 6] * 3)
+    name = "a long name of a folder" * 6
+    install = tmp_path.joinpath(name, name, name[: 400 - len(str(tmp_path / name / name))])  # SQLite opens 511 at most
     monkeypatch.setenv("LLMB_INSTALL", str(install))
     config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     run = RunFolder.create(install, config, datetime(2026, 1, 1))

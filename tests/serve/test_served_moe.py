@@ -158,6 +158,12 @@ def test_width_of_partial_blocks_stays_plain() -> None:
     assert served(block_of(WIDE), WIDE, "fp8_block", halves).gate_up.quant_format == "plain"
 
 
+def test_width_of_partial_swizzled_groups_stays_plain() -> None:
+    narrow = replace(WIDE, name="whole groups of 16 only", experts=replace(WIDE.experts, ffn=48))
+    assert served(block_of(WIDE), WIDE, "nvfp4").gate_up.format == "nvfp4"
+    assert served(block_of(narrow), narrow, "nvfp4").gate_up.format == "plain"
+
+
 @pytest.mark.parametrize(("size", "width"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("model", [GROK, DEEPSEEK], ids=lambda model: model.name)
 @torch.no_grad

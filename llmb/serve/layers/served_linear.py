@@ -27,9 +27,9 @@ from llmb.ops.quant.activation_quant import (
     QuantFormat,
     quantize_activation,
 )
-from llmb.ops.quant.e2m1 import SWIZZLE_GROUP
 from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT, cast_to_fp8, tensor_scale
-from llmb.ops.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from llmb.ops.quant.mxfp4 import MXFP4_GROUP
+from llmb.ops.quant.nvfp4 import NVFP4_GROUP, dequantize_nvfp4, quantize_nvfp4
 from llmb.serve.rank_groups import RankGroup
 
 Format = Literal["plain", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4", "mxfp4"]
@@ -84,8 +84,8 @@ def supported_format(format: Format, outputs: int, inputs: int) -> Format:
         "fp8_tensor": inputs % FP8_ALIGNMENT == 0 and outputs % FP8_ALIGNMENT == 0,
         "fp8_channel": inputs % FP8_ALIGNMENT == 0 and outputs % FP8_ALIGNMENT == 0,
         "fp8_block": inputs % GROUP == 0,
-        "nvfp4": inputs % SWIZZLE_GROUP == 0,
-        "mxfp4": inputs % SWIZZLE_GROUP == 0,
+        "nvfp4": inputs % NVFP4_GROUP == 0,
+        "mxfp4": inputs % MXFP4_GROUP == 0,
     }
     return format if fits[format] else "plain"
 

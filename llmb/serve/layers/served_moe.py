@@ -14,10 +14,17 @@ from torch import Tensor
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.moe import moe_config
-from llmb.ops.moe.expert_weights import ExpertFormat, ExpertWeights, empty_expert_weights, fill_expert_rows
+from llmb.ops.moe.expert_weights import (
+    FP4_GROUPS,
+    ExpertFormat,
+    ExpertWeights,
+    empty_expert_weights,
+    fill_expert_rows,
+)
 from llmb.ops.moe.fused_moe import Routing, fused_moe
 from llmb.ops.moe.router import route
 from llmb.ops.quant.activation_quant import Activation, QuantFormat, quantize_activation
+from llmb.ops.quant.e2m1 import SWIZZLE_GROUP
 from llmb.serve.layers.served_linear import Format, supported_format
 from llmb.serve.layers.served_mlp import ServedGatedMlp
 from llmb.serve.rank_groups import ExpertGroup, RankGroup
@@ -150,4 +157,6 @@ def _shard_format(format: Format, model: Model, group: ExpertGroup) -> Format:
         )
     width = experts.ffn // group.tp.size
     fits = supported_format(format, width, model.hidden) == supported_format(format, model.hidden, width) == format
+    if EXPERT_FORMATS[format] in FP4_GROUPS:
+        fits = fits and model.hidden % SWIZZLE_GROUP == width % SWIZZLE_GROUP == 0
     return format if fits else "plain"
