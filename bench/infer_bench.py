@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from bench_report import BenchReport
 from infer_ceilings import Rates, steady_step
-from infer_rates import head_rate, products_rate
+from infer_rates import BLOCKWISE, head_rate, products_rate
 from infer_serving import Row
 
+from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.spec import Model
 
 SUSTAINED_S = 1.0  # of each measured rate
@@ -55,9 +56,11 @@ class Bench(BenchReport):
         return self.rates[name]
 
     def rates_of(self, row: Row) -> Rates:
-        """Return the rates for the row's average step."""
+        """Return the rates for the row's average step, of GEMMs with the scales of its fp8 recipe."""
         step = steady_step(row.isl, row.osl, concurrency(row))
-        products, head = self.rate(row.dtype, self.llama, step.tokens), self.head_rate(self.llama, step.samples)
+        recipe = row.precision.fp8_recipe or published_fp8_recipe(self.llama)
+        dtype = BLOCKWISE if row.dtype == "fp8" and recipe == "blockwise" else row.dtype
+        products, head = self.rate(dtype, self.llama, step.tokens), self.head_rate(self.llama, step.samples)
         return Rates(read=self.read, products=products, head=head, bf16=self.best("bf16"))
 
     def best(self, dtype: str) -> float:

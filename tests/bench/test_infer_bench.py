@@ -249,3 +249,9 @@ def test_program_of_batches_and_drafts_runs_on_any_machine(tmp_path, program):
     assert done.returncode == 0, done.stderr
     assert "batch" in done.stdout
     assert (tmp_path / "results.json").stat().st_size > 50
+
+
+def test_block_scaled_product_is_that_of_the_values() -> None:
+    x8_NK, w8_OK = (torch.randn(rows, 256).to(torch.float8_e4m3fn) for rows in (32, 384))
+    out_NO = import_module("infer_rates")._block_scaled(x8_NK, w8_OK)()
+    assert torch.equal(out_NO, (x8_NK.float() @ w8_OK.float().T).bfloat16())
