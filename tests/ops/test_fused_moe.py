@@ -19,7 +19,7 @@ from llmb.ops.moe import fused_moe_fp4_triton
 from llmb.ops.moe.align_triton import choose_block_size, max_blocks, moe_align_block_size
 from llmb.ops.moe.fused_moe_fp4_triton import widen, widens_first
 from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m
-from llmb.ops.moe.fused_moe_triton import fused_moe_triton, moe_gated_act, moe_gemm
+from llmb.ops.moe.fused_moe_triton import CONFIGS, fused_moe_triton, moe_gated_act, moe_gemm
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 QUANT_FORMATS: tuple[QuantFormat, ...] = ("plain", "per_token", "1x128")
@@ -193,3 +193,13 @@ def test_many_pairs_of_an_expert_widen_its_weights_first(device: torch.device, m
         assert widens_first(gate_up, 60, 4) == (pairs == 15)
         expected = fused_moe.reference(x, routing, gate_up, down, "swigluoai", FP32)
         assert relative_error(outs[-1], expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "columns", "stages"),
+    [(227, 256, 4), (163, 128, 4), (99, 128, 3), (64, 128, 2), (None, 256, 4)],  # Hopper, Ampere, Ada, Turing, a CPU
+)
+def test_tiles_of_a_gpu_with_less_shared_memory(shared_kib: int | None, columns: int, stages: int) -> None:
+    config = CONFIGS[128]
+    fitted = config.fitted(128, 2, None if shared_kib is None else shared_kib << 10)
+    assert fitted == config._replace(block_n=columns, num_stages=stages)

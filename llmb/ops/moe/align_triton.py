@@ -18,6 +18,8 @@ from llmb.ops.dependent_launch import pdl_options, pdl_wait
 
 MAX_CHUNK, WARPS = 4096, 8  # pairs that a program reads at a time: every program reads all, one chunk after the other
 
+MIN_COLUMNS = 128  # of tiles that are made smaller
+
 
 class MoEGemmConfig(NamedTuple):
     """Tile sizes and launch options of an MoE GEMM; its BLOCK_M is the block size of the alignment."""
@@ -28,6 +30,18 @@ class MoEGemmConfig(NamedTuple):
     num_stages: int
     group_m: int  # blocks of rows computed before the next columns, so that weights are reused from cache
     maxnreg: int | None = None  # registers of a thread: fewer let an SM run more programs at once
+
+    def fitted(self, block_m: int, itemsize: int, shared_bytes: int | None) -> "MoEGemmConfig":
+        """Return tiles whose stages fit into shared memory: of fewer columns down to 128, then fewer stages."""
+        config = self
+        while shared_bytes is not None and config.num_stages > 1:
+            if config.num_stages * (block_m + config.block_n) * config.block_k * itemsize <= shared_bytes:
+                break
+            if config.block_n > MIN_COLUMNS:
+                config = config._replace(block_n=config.block_n // 2)
+            else:
+                config = config._replace(num_stages=config.num_stages - 1)
+        return config
 
 
 @triton.jit(do_not_specialize=["first_expert", "pairs"])

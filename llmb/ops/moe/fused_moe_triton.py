@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmb.ops.activation.activation_triton import gated_activation_row
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.moe.align_triton import (
     AlignedBlocks,
     MoEGemmConfig,
@@ -192,6 +193,8 @@ def moe_gemm(
     outputs, inputs = weight.values.shape[1:]
     out_MO = torch.empty(pairs, outputs, dtype=dtype, device=values.device)
     config = (CONFIGS if weight.format == "plain" else FP8_CONFIGS)[blocks.block_size]
+    shared_bytes = capabilities(values.device).shared_memory_bytes
+    config = config.fitted(blocks.block_size, values.element_size(), shared_bytes)
     num_blocks = len(blocks.expert_ids_T)
     _moe_gemm_kernel[num_blocks * triton.cdiv(outputs, config.block_n),](
         values, scales, weight.values, weight.scales, weight.bias, out_MO, topk_weights, blocks.sorted_token_ids_P,
