@@ -6,8 +6,8 @@
 
 All requests at once, EOS ignored, whole runs; weights in the published formats: fp8, or MXFP4 experts, which stay in 4
 bits and are widened in the kernel (Hopper has no 4-bit tensor cores), with the rest in bf16. The KV cache is in fp8.
-Ceilings as in `infer_gpu.py`, with GEMMs that have the scales of the row's fp8 recipe (Qwen3: blocks, as published); the
-FLOPs of MXFP4 experts count at the bf16 rate. A row takes one to six minutes.
+Ceilings as in `infer_gpu.py`, with GEMMs that have the scales of the row's fp8 recipe (Qwen3: blocks, as published).
+The FLOPs of MXFP4 experts count at the bf16 rate. A row takes one to six minutes.
 """
 
 import argparse
