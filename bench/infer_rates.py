@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from device_timer import captured, copy_bandwidth, time_sustained
 from infer_ceilings import product_shapes
+from scaled_product import scaled_product
 from torch import Tensor
 
 from llmb.config.spec import Model
-from llmb.ops.gemm.scaled_matmul import scaled_matmul
 from llmb.ops.quant.activation_quant import E4M3
-from llmb.ops.quant.vector_scaling import VECTOR_SCALINGS
 
 BLOCKWISE = "fp8 blockwise"  # a scale per 128 inputs of a token, and per 128 x 128 of a weight
 
@@ -62,19 +61,7 @@ def _operands(tokens: int, outputs: int, inputs: int, dtype: str, device: torch.
         return lambda: F.linear(x_NK, w_OK)
     x8_NK, w8_OK = x_NK.to(E4M3), w_OK.to(E4M3)
     if dtype == BLOCKWISE:
-        return _block_scaled(x8_NK, w8_OK)
+        return scaled_product(x8_NK, w8_OK, "blockwise")
     scales_N1 = torch.rand(tokens, 1, device=device) + 0.5
     scales_1O = torch.rand(1, outputs, device=device) + 0.5
     return lambda: torch._scaled_mm(x8_NK, w8_OK.T, scales_N1, scales_1O, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
-def _block_scaled(x8_NK: Tensor, w8_OK: Tensor) -> Callable[[], Tensor]:
-    scaling = VECTOR_SCALINGS["blockwise"]()
-    scales = [
-        scaling.empty(*matrix.shape, matrix.device, rows=True, weight=weight).row_scales
-        for matrix, weight in ((x8_NK, False), (w8_OK, True))
-    ]
-    for each in scales:
-        each.fill_(1.0)
-    out_NO = torch.empty(len(x8_NK), len(w8_OK), device=x8_NK.device, dtype=torch.bfloat16)
-    return lambda: scaled_matmul((x8_NK, scales[0]), (w8_OK, scales[1]), out_NO)

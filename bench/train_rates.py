@@ -15,6 +15,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from device_timer import DeviceTimer, time_sustained
+from scaled_product import scaled_product
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_calls import AttentionCall, Call, GemmCall, MemoryCall, TimedCall
@@ -22,10 +23,8 @@ from train_calls import AttentionCall, Call, GemmCall, MemoryCall, TimedCall
 from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.gemm.algorithm_trial import time_interleaved
 from llmb.ops.gemm.matmul import matmul
-from llmb.ops.gemm.scaled_matmul import scaled_matmul
 from llmb.ops.quant.activation_quant import E4M3
 from llmb.ops.quant.blockwise_quant import grouped_tokens
-from llmb.ops.quant.vector_scaling import VECTOR_SCALINGS
 
 Candidate = Callable[[], object]
 SETTLING = 1 / 3  # of a row's turns, which do not count
@@ -104,7 +103,7 @@ def _fp8_way(call: GemmCall, operands: Operands) -> Candidate:
 
 
 def _scaled_way(call: GemmCall, operands: Operands) -> Candidate:
-    """The GEMM of a recipe with many scales, all of them e4m3; with a scale a row fast accumulation, as others."""
+    """The GEMM of a recipe with many scales, all of them e4m3."""
     n, m, k = call.rows, call.outputs, call.inputs
     x8, w8, blocks = operands.x8, operands.w8, call.way != "weight gradient"
     match call.way:
@@ -115,13 +114,7 @@ def _scaled_way(call: GemmCall, operands: Operands) -> Candidate:
         case "weight gradient":
             tokens = grouped_tokens(n)  # padded
             left, right = x8.matrix(m, tokens), w8.matrix(k, tokens)
-    scaling = VECTOR_SCALINGS[call.scales]()
-    shapes = (*left.shape, False), (*right.shape, blocks)
-    scales = [scaling.empty(*shape, left.device, rows=True, weight=weight).row_scales for *shape, weight in shapes]
-    for each in scales:
-        each.fill_(1.0)
-    out = torch.empty(len(left), len(right), device=left.device, dtype=torch.bfloat16)
-    return lambda: scaled_matmul((left, scales[0]), (right, scales[1]), out, fast=True)
+    return scaled_product(left, right, call.scales, blocks)
 
 
 def _attention_ways(call: AttentionCall, device: torch.device) -> list[Candidate]:

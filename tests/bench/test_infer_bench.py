@@ -253,5 +253,5 @@ def test_program_of_batches_and_drafts_runs_on_any_machine(tmp_path, program):
 
 def test_block_scaled_product_is_that_of_the_values() -> None:
     x8_NK, w8_OK = (torch.randn(rows, 256).to(torch.float8_e4m3fn) for rows in (32, 384))
-    out_NO = import_module("infer_rates")._block_scaled(x8_NK, w8_OK)()
+    out_NO = import_module("scaled_product").scaled_product(x8_NK, w8_OK, "blockwise")()
     assert torch.equal(out_NO, (x8_NK.float() @ w8_OK.float().T).bfloat16())

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,48 +184,26 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
 
 def _predict_rows(options: argparse.Namespace) -> int:
     """Predict every row of a CSV file; a row that cannot be predicted says why."""
-    from llmb.perfmodel.step_time.csv_table import describe_unused
-    from llmb.perfmodel.step_time.published_rows import COLUMNS, read_rows
-    from llmb.report.table import render
-
-    data: list[dict[str, Any]] = []
-    rows = read_rows(options.rows)
-    if unused := describe_unused(rows[0].cells, COLUMNS):
-        print(unused, file=sys.stderr)
-    for row in rows:
-        data.append({"row": row.number, **_row_data(row.setup, row.reason, options.what_if)})
-    if options.json:
-        print("[" + ",\n".join(map(json.dumps, data)) + "]")
-    else:
-        header = ("row", "model", "GPUs", "dtype", "step s", "tokens/s/GPU", "TFLOP/s/GPU")
-        cells = [_row_cells(item) for item in data if "error" not in item]
-        print(render(header, cells))
-        for item in data:
-            if "error" in item:
-                print(f"row {item['row']}: {item['error']}", file=sys.stderr)
-    return 0 if any("error" not in item for item in data) else 1
-
-
-def _row_data(setup: Any, reason: str | None, what_if: str | None) -> dict[str, Any]:
-    from llmb.errors import ConfigError
-    from llmb.perfmodel.step_time.cluster_fabric import device
+    from llmb.cli.predictions.row_predictions import print_row_predictions
     from llmb.perfmodel.step_time.predictor import predict
-    from llmb.perfmodel.step_time.setup_fields import changed_device
+    from llmb.perfmodel.step_time.published_rows import COLUMNS, read_rows
 
-    if setup is None:
-        return {"error": reason}
-    try:
-        on = changed_device(device(setup.gpu), what_if) if what_if else None
-        return _as_data(setup, predict(setup, on))
-    except ConfigError as error:
-        return {"error": str(error)}
-
-
-def _row_cells(item: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        item["row"], item["model"], f"{item['gpus']} {item['gpu']}", item["dtype"], f"{item['step_time_s']:.3f}",
-        f"{item['tokens_per_s_per_gpu']:.0f}", f"{item['tflops_per_gpu']:.0f}",
-    )  # fmt: skip
+    return print_row_predictions(
+        read_rows(options.rows),
+        COLUMNS,
+        lambda setup, on: _as_data(setup, predict(setup, on)),
+        options.what_if,
+        options.json,
+        {
+            "row": lambda item: item["row"],
+            "model": lambda item: item["model"],
+            "GPUs": lambda item: f"{item['gpus']} {item['gpu']}",
+            "dtype": lambda item: item["dtype"],
+            "step s": lambda item: f"{item['step_time_s']:.3f}",
+            "tokens/s/GPU": lambda item: f"{item['tokens_per_s_per_gpu']:.0f}",
+            "TFLOP/s/GPU": lambda item: f"{item['tflops_per_gpu']:.0f}",
+        },
+    )
 
 
 def _as_data(setup: Any, prediction: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from llmb.perfmodel.serving_time.serving_predictor import (
     unproven_note,
 )
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
-from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.step_time.setup_fields import changed_device
@@ -103,42 +102,28 @@ def _recipe_setups(options: argparse.Namespace) -> list[ServingSetup]:
 
 def _predict_rows(options: argparse.Namespace) -> int:
     """Predict every row of a CSV file; a row that cannot be predicted says why."""
+    from llmb.cli.predictions.row_predictions import print_row_predictions
     from llmb.perfmodel.serving_time.serving_rows import COLUMNS, read_serving_rows
-    from llmb.perfmodel.step_time.csv_table import describe_unused
-    from llmb.report.table import render
 
-    data: list[dict[str, Any]] = []
-    rows = read_serving_rows(options.rows)
-    if unused := describe_unused(rows[0].cells, COLUMNS):
-        print(unused, file=sys.stderr)
-    for row in rows:
-        data.append({"row": row.number, **_row_data(row.setup, row.reason, options.what_if)})
-    if options.json:
-        print("[" + ",\n".join(map(json.dumps, data)) + "]")
-    else:
-        header = ("row", "model", "GPUs", "dtype", "isl", "osl", "concurrency", "TTFT ms", "TPOT ms", "output tokens/s")
-        print(render(header, [_row_cells(item) for item in data if "error" not in item]))
-        for item in data:
-            if "error" in item:
-                print(f"row {item['row']}: {item['error']}", file=sys.stderr)
-    return 0 if any("error" not in item for item in data) else 1
-
-
-def _row_data(setup: ServingSetup | None, reason: str | None, what_if: str | None) -> dict[str, Any]:
-    if setup is None:
-        return {"error": reason}
-    try:
-        on = changed_device(device(setup.gpu), what_if) if what_if else None
-        return serving_data(setup, predict_serving(setup, on))
-    except ConfigError as error:
-        return {"error": str(error)}
-
-
-def _row_cells(item: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        item["row"], item["model"], f"{item['gpus']} {item['gpu']}", item["dtype"], item["isl"], item["osl"],
-        item["concurrency"], f"{item['ttft_ms']:.0f}", f"{item['tpot_ms']:.2f}", f"{item['output_tokens_per_s']:.0f}",
-    )  # fmt: skip
+    return print_row_predictions(
+        read_serving_rows(options.rows),
+        COLUMNS,
+        lambda setup, on: serving_data(setup, predict_serving(setup, on)),
+        options.what_if,
+        options.json,
+        {
+            "row": lambda item: item["row"],
+            "model": lambda item: item["model"],
+            "GPUs": lambda item: f"{item['gpus']} {item['gpu']}",
+            "dtype": lambda item: item["dtype"],
+            "isl": lambda item: item["isl"],
+            "osl": lambda item: item["osl"],
+            "concurrency": lambda item: item["concurrency"],
+            "TTFT ms": lambda item: f"{item['ttft_ms']:.0f}",
+            "TPOT ms": lambda item: f"{item['tpot_ms']:.2f}",
+            "output tokens/s": lambda item: f"{item['output_tokens_per_s']:.0f}",
+        },
+    )
 
 
 def serving_data(setup: ServingSetup, prediction: ServingPrediction) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from typing import Any
 
 from llmb.config.serialization import convert
 from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel.params import FP8_BLOCK
 
 HfConfig = dict[str, Any]
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
-FP8_BLOCK = [128, 128]  # weights with one scale, where weights are published in fp8
 # Our field -> field of config.json, of every model.
 SIZE_FIELDS = {
     "vocab": "vocab_size",
@@ -32,7 +32,7 @@ def check_quantization(config: HfConfig, methods: tuple[str, ...]) -> None:
     section = convert(dict[str, Any], config.get("quantization_config") or {}, "config.json.quantization_config")
     if section and section.get("quant_method") not in methods:
         raise UnknownName("quant_method of config.json's quantization_config:", section.get("quant_method"), methods)
-    check_supported(section, {"weight_block_size": FP8_BLOCK, "fmt": "e4m3"})
+    check_supported(section, {"weight_block_size": [FP8_BLOCK, FP8_BLOCK], "fmt": "e4m3"})
 
 
 def read_activation(config: HfConfig, field: str) -> str:

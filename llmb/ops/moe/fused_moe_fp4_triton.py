@@ -20,6 +20,7 @@ from torch import Tensor
 from llmb.ops.dispatch import INTERPRETED
 from llmb.ops.moe.align_triton import AlignedBlocks, MoEGemmConfig, grouped_pids
 from llmb.ops.moe.expert_weights import FP4_GROUPS, ExpertWeights
+from llmb.ops.quant.e2m1 import SWIZZLE_GROUP
 
 CONFIGS = {
     16: MoEGemmConfig(128, 64, 4, 4, 1),
@@ -30,7 +31,7 @@ CONFIGS = {
 WIDEN_PAIRS = 384  # of an expert under balanced load, from which its weights are widened first
 WIDEN_BLOCK_ROWS, WIDEN_BLOCK_K, WIDEN_WARPS = 8, 1024, 8
 ON_CPU = tl.constexpr(INTERPRETED)
-SWIZZLED = tl.constexpr(32)  # values in four words
+SWIZZLED = tl.constexpr(SWIZZLE_GROUP)  # values in four words
 # bf16 has a bias of 127, e2m1 of 1: the correction is 2^126. With a scale of up to 448 that would overflow, so a factor
 # of 2^8 is applied at the end. Scales of MXFP4 are powers of two of any size: there half of it is.
 EARLY_FACTOR, LATE_FACTOR = tl.constexpr(2.0**118), tl.constexpr(2.0**8)
@@ -86,7 +87,7 @@ def _dequantize(word, first, second, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     even, odd = tl.join(tl.join(a0, a1), tl.join(c0, c1)), tl.join(tl.join(b0, b1), tl.join(d0, d1))
     # Dimensions: row, group, thread, member of a pair, pair // 2, pair % 2.
     values = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(values, (0, 1, 4, 5, 2, 3)), (ROWS, GROUPS * 32))
+    return tl.reshape(tl.permute(values, (0, 1, 4, 5, 2, 3)), (ROWS, GROUPS * SWIZZLED))
 
 
 @triton.jit
