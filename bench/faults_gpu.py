@@ -43,7 +43,12 @@ FAULTS = [
     {"kind": "rank_killed", "step": 16},
     {"kind": "disk_full", "step": 20},
 ]
-REPEATABLE = ["--env", "LLMB_FORCE_FALLBACK=gemm_trial,cudnn_attention,flash_attention", "--seqlen", "2048"]
+REPEATABLE = [
+    "--env",
+    "LLMB_FORCE_FALLBACK=gemm_trial,flash_attention_4,cudnn_attention,flash_attention",
+    "--seqlen",
+    "2048",
+]
 CHECKPOINTS_GB = 48  # three with fp32 moments
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -6,7 +6,7 @@ import torch
 from device import DeviceReport, release_memory
 from device_timer import copy_bandwidth
 from train_calls import Call, MemoryCall, TimedCall, calls_of, step_seconds
-from train_rates import measured
+from train_rates import has_flash4, measured
 from train_rows import FEWEST, Row, configuration, tiny_configuration
 from train_run import Order
 
@@ -28,6 +28,7 @@ class Bench(DeviceReport):
     settings: tuple[str, ...]  # of the engine, for all rows
     tiny: bool
     seconds: dict[Call, float] = field(default_factory=dict)  # of the libraries' calls
+    torch_seconds: dict[Call, float] = field(default_factory=dict)  # of those that torch brings along
     _memory: float | None = None
 
     def configuration(self, row: Row) -> RunConfig:
@@ -64,23 +65,34 @@ class Bench(DeviceReport):
             self.clear()
         return self._memory
 
-    def measure(self, config: RunConfig) -> list[TimedCall]:
+    @property
+    def has_other_libraries(self) -> bool:
+        """Whether ceilings have kernels that torch does not bring along."""
+        return has_flash4(self.device)
+
+    def measure(self, config: RunConfig, torch_only: bool = False) -> list[TimedCall]:
         """Have the times of all its calls; those that are new and have a clock's, which are timed together."""
-        new = {call: count for call, count in calls_of(config).items() if call not in self.seconds}
+        times = self._times(torch_only)
+        new = {call: count for call, count in calls_of(config).items() if call not in times}
         if new:
-            self.seconds |= measured(new, self.memory, self.device, 0.02 if self.tiny else TURNS_S)
+            times |= measured(new, self.memory, self.device, 0.02 if self.tiny else TURNS_S, torch_only)
             self.clear()
         return [call for call in new if not isinstance(call, MemoryCall)]
 
     def remeasure(self, config: RunConfig) -> None:
         """Time all its calls once more; of each the mean of both times counts from now on."""
-        before = {call: self.seconds.pop(call) for call in calls_of(config)}
-        self.measure(config)
-        for call, seconds in before.items():
-            self.seconds[call] = (seconds + self.seconds[call]) / 2
+        for torch_only in (False, True) if self.has_other_libraries else (False,):
+            times = self._times(torch_only)
+            before = {call: times.pop(call) for call in calls_of(config)}
+            self.measure(config, torch_only)
+            for call, seconds in before.items():
+                times[call] = (seconds + times[call]) / 2
 
-    def ceiling(self, config: RunConfig) -> float:
+    def ceiling(self, config: RunConfig, torch_only: bool = False) -> float:
         """Tokens/s when a step is its library calls and nothing else."""
-        self.measure(config)
+        self.measure(config, torch_only)
         work = config.workload
-        return work.gbs * work.seqlen / step_seconds(config, self.seconds)
+        return work.gbs * work.seqlen / step_seconds(config, self._times(torch_only))
+
+    def _times(self, torch_only: bool) -> dict[Call, float]:
+        return self.torch_seconds if torch_only and self.has_other_libraries else self.seconds

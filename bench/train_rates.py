@@ -2,7 +2,8 @@
 
 All calls of a row take turns for some seconds, on random numbers, each as often as in a step: a chip that runs out of
 power slows down, and what one call sees depends on the others. Each is timed by its own events, and its median counts.
-Of cuBLAS's algorithms `llmb/ops/gemm/matmul.py` takes the fastest, of torch's kernels of attention this program.
+Of cuBLAS's algorithms `llmb/ops/gemm/matmul.py` takes the fastest, of kernels of attention this program: torch's, and
+FlashAttention 4 where it is installed, unless only torch's are asked for.
 """
 
 import time
@@ -20,7 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_calls import AttentionCall, Call, GemmCall, MemoryCall, TimedCall
 
+from llmb.ops.attention.attention_block import AttentionBlock
+from llmb.ops.attention.flash_attention_4 import FLASH4
 from llmb.ops.attention.window_attention import window_attention
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.gemm.algorithm_trial import time_interleaved
 from llmb.ops.gemm.matmul import matmul
 from llmb.ops.quant.activation_quant import E4M3
@@ -56,19 +60,29 @@ class Operands:
         self.dy8 = RandomPool(E5M2, device)
 
 
-def measured(calls: Mapping[Call, int], memory: float, device: torch.device, seconds: float) -> dict[Call, float]:
+def measured(
+    calls: Mapping[Call, int], memory: float, device: torch.device, seconds: float, torch_only: bool = False
+) -> dict[Call, float]:
     """Return the seconds of each call, interleaved in these proportions; memory calls by bytes over bandwidth."""
     operands = Operands(device)
     torch.manual_seed(0)
     seconds_by_call: dict[Call, float] = {call: call.bytes / memory for call in calls if isinstance(call, MemoryCall)}
-    best = {call: fastest_call(call, operands) for call in calls if not isinstance(call, MemoryCall)}
+    best = {call: fastest_call(call, operands, torch_only) for call in calls if not isinstance(call, MemoryCall)}
     return seconds_by_call | _time_interleaved_calls(best, calls, device, seconds)
 
 
-def fastest_call(call: TimedCall, operands: Operands) -> Candidate:
+def has_flash4(device: torch.device) -> bool:
+    """Return whether FlashAttention 4 is among the libraries."""
+    return capabilities(device).supports("flash_attention_4")
+
+
+def fastest_call(call: TimedCall, operands: Operands, torch_only: bool = False) -> Candidate:
     """Return the fastest candidate for a call."""
     if isinstance(call, AttentionCall):
-        return _fastest(_attention_ways(call, operands.device), operands.device)
+        candidates = _attention_ways(call, operands.device)
+        if has_flash4(operands.device) and not torch_only:
+            candidates.append(_flash4_way(call, operands.device))
+        return _fastest(candidates, operands.device)
     if call.scales:
         return _scaled_way(call, operands)
     if call.dtype == "fp8" and operands.device.type == "cuda":
@@ -156,6 +170,16 @@ def _windowed_way(call: AttentionCall, window: int, device: torch.device) -> Can
         out = attend()
         return _backward(out, inputs, torch.randn_like(out))
     return torch.no_grad()(attend)
+
+
+def _flash4_way(call: AttentionCall, device: torch.device) -> Candidate:
+    q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in _random_heads(call, call.seqlen, device))
+    block = AttentionBlock(q, k, v, call.sequences * (call.seqlen,), True, call.key**-0.5, call.window)
+    if not call.backward:
+        return lambda: FLASH4.forward(block)
+    out, lse = FLASH4.forward(block)
+    dout = torch.randn_like(out)
+    return lambda: FLASH4.backward(dout, block, out, lse)
 
 
 def _forward(call: AttentionCall, inputs: tuple[Tensor, Tensor, Tensor], backend: SDPBackend | None) -> Candidate:

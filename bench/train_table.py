@@ -20,8 +20,8 @@ from llmb.runtime.run_ending import OutOfMemory
 SMALL_GIB = 78.0  # that 80 of an H100 leave beside its driver
 MEMORY_LOSS = 0.06  # of speed that fitting into it may cost
 HEADER = (
-    "row", "tokens/s", "aim", "floor", "ceiling", "ratio", "aim ratio", "floor ratio", "TFLOP/s", "MFU %", "GiB",
-    "steps", "reached",
+    "row", "tokens/s", "aim", "floor", "ceiling", "ratio", "of torch's", "aim ratio", "floor ratio", "TFLOP/s", "MFU %",
+    "GiB", "steps", "reached",
 )  # fmt: skip
 
 
@@ -36,11 +36,17 @@ class Outcome:
     tflops: float | None
     mfu: float | None
     ceiling: float
+    torch_ceiling: float  # without libraries that torch does not bring along
 
     @property
     def share(self) -> float:
         """Fraction of the ceiling."""
         return self.tokens_per_s / self.ceiling
+
+    @property
+    def torch_share(self) -> float:
+        """Fraction of the ceiling of torch's own libraries."""
+        return self.tokens_per_s / self.torch_ceiling
 
     @property
     def verdict(self) -> str | None:
@@ -147,6 +153,7 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
     bench.print_heading(f"{row.title}: {work.gbs} x {work.seqlen} tokens a step, {work.mbs} at once{altered}")
     try:
         ceiling_before = bench.ceiling(config)
+        bench.ceiling(config, torch_only=True)
         done = trained(config, order, bench.device)
         bench.clear()
         bench.remeasure(config)
@@ -164,10 +171,15 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
     outcome = Outcome(
         row=row, config=config, trained=done, tokens_per_s=work.gbs * work.seqlen / done.step_s, tflops=tflops,
         mfu=metrics.mfu(tflops, bench.peak(row.dtype)), ceiling=bench.ceiling(config),
+        torch_ceiling=bench.ceiling(config, torch_only=True),
     )  # fmt: skip
     steps = f"median of {len(done.seconds)} steps, {min(done.seconds):.3f} to {max(done.seconds):.3f} s"
     print(f"  {outcome.tokens_per_s:,.0f} tokens/s, {outcome.share:.3f} of the ceiling; {steps}")
     print(f"  ceiling {outcome.ceiling:,.0f}, before the row {ceiling_before:,.0f} tokens/s", flush=True)
+    if bench.has_other_libraries:
+        print(
+            f"  {outcome.torch_share:.3f} of torch's own libraries, {outcome.torch_ceiling:,.0f} tokens/s", flush=True
+        )
     bench.record("rows", _record(outcome))
     return outcome
 
@@ -184,13 +196,14 @@ def _print_table(bench: Bench, done: list[Outcome]) -> None:
         HEADER,
         [
             (
-                o.row.title, o.tokens_per_s, o.row.aim, o.row.floor, o.ceiling, o.share,
+                o.row.title, o.tokens_per_s, o.row.aim, o.row.floor, o.ceiling, o.share, o.torch_share,
                 o.row.aim_share, o.row.floor_share, o.tflops, None if o.mfu is None else 100 * o.mfu,
                 o.trained.memory_bytes / GIB, len(o.trained.seconds), o.verdict,
             )
             for o in done
         ],
         "ratio: of the ceiling, the best library time of each GEMM and attention call of the step",
+        "of torch's: of a ceiling with torch's own libraries, cuBLAS and cuDNN, without FlashAttention 4",
         "ceiling: each call is timed before and after the row, and the mean counts",
         "MFU: of the published peak of the format; FLOPs of causal attention, whatever the model",
     )  # fmt: skip
@@ -203,5 +216,6 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         "work": asdict(work), "tokens_per_s": outcome.tokens_per_s, "step_s": done.step_s, "seconds": done.seconds,
         "first_step_s": done.first_s, "losses": done.losses, "tflops": outcome.tflops, "mfu": outcome.mfu,
         "memory_bytes": done.memory_bytes, "ceiling": outcome.ceiling, "ratio": outcome.share,
+        "torch_ceiling": outcome.torch_ceiling, "torch_ratio": outcome.torch_share,
         "verdict": outcome.verdict,
     }  # fmt: skip

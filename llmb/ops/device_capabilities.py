@@ -9,8 +9,10 @@ each fallback on a GPU that needs none, and to measure what a feature is worth.
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
@@ -21,25 +23,27 @@ FORCE = "LLMB_FORCE_FALLBACK"
 
 
 class Feature(NamedTuple):
-    """A feature of the hardware, and what the engine does without it."""
+    """A feature of the hardware, or of a package for it, and what the engine does without it."""
 
     title: str
     instead: str
     compute: tuple[int, int]  # least compute capability
     last_major: int | None = None  # of the compute capability; none: later ones have it, too
+    package: str | None = None  # optional one that has it
 
 
 FEATURES = {
     "triton": Feature("Triton kernels", "plain torch operations", (8, 0)),
     "flash_attention": Feature("FlashAttention-2", "attention in plain torch", (8, 0)),
     "cudnn_attention": Feature("fast cuDNN attention", "FlashAttention-2", (9, 0)),
+    "flash_attention_4": Feature("FlashAttention 4", "cuDNN attention", (9, 0), 9, "flash-attn-4"),
     "gemm_trial": Feature("trials of GEMM algorithms", "the first algorithm that cuBLASLt proposes", (8, 0)),
     "pdl": Feature("programmatic dependent launch", "small kernels start one after the other", (9, 0)),
     "fp8_gemm": Feature("fp8 GEMMs", "bf16", (8, 9)),
     "fp8_grouped_gemm": Feature("fp8 grouped GEMMs", "experts in bf16", (9, 0), 9),
     "fp8_block_gemm": Feature("block-scaled fp8 GEMMs of cuBLAS", "a Triton kernel", (9, 0), 9),
 }
-TRAINING_FEATURES = ("triton", "flash_attention", "cudnn_attention", "gemm_trial")
+TRAINING_FEATURES = ("triton", "flash_attention", "cudnn_attention", "flash_attention_4", "gemm_trial")
 SERVING_FEATURES = ("triton", "pdl")
 TUNED_SMS = 132  # of the H200 that numbers of programs were chosen on
 CUDA_OF_BLOCK_SCALES = (12, 9)  # first version whose cuBLAS takes them
@@ -54,15 +58,14 @@ class DeviceCapabilities:
     shared_memory_bytes: int | None = None  # that one block may take
     cuda: tuple[int, ...] = ()  # version that torch was built with
     forced: frozenset[str] = frozenset()  # features that count as missing
+    packages: frozenset[str] = frozenset()  # optional ones that are installed
 
     def supports(self, name: str) -> bool:
         """Return whether the hardware and its libraries have a feature, forced fallbacks aside."""
         feature = FEATURES[name]
-        if self.compute is None or self.compute < feature.compute:
+        if not self._is_in_range(feature) or (name == "fp8_block_gemm" and self.cuda < CUDA_OF_BLOCK_SCALES):
             return False
-        if name == "fp8_block_gemm" and self.cuda < CUDA_OF_BLOCK_SCALES:
-            return False
-        return feature.last_major is None or self.compute[0] <= feature.last_major
+        return feature.package is None or feature.package in self.packages
 
     def has(self, name: str) -> bool:
         """Return whether to use a feature."""
@@ -75,9 +78,20 @@ class DeviceCapabilities:
         return tuple(self._line(name) for name in names if not self.has(name))
 
     def _line(self, name: str) -> str:
-        major, minor = self.compute or (0, 0)
-        cause = FORCE if self.supports(name) else f"compute capability {major}.{minor}"
-        return f"no {FEATURES[name].title} ({cause}): {FEATURES[name].instead}"
+        feature, (major, minor) = FEATURES[name], self.compute or (0, 0)
+        if self.supports(name):
+            cause = FORCE
+        elif feature.package is not None and self._is_in_range(feature):
+            cause = f"{feature.package} is not installed"
+        else:
+            cause = f"compute capability {major}.{minor}"
+        return f"no {feature.title} ({cause}): {feature.instead}"
+
+    def _is_in_range(self, feature: Feature) -> bool:
+        """Return whether the compute capability is one of those that have a feature."""
+        if self.compute is None or self.compute < feature.compute:
+            return False
+        return feature.last_major is None or self.compute[0] <= feature.last_major
 
 
 def parse_forced(text: str) -> frozenset[str]:
@@ -109,7 +123,19 @@ def capabilities(device: torch.device) -> DeviceCapabilities:
         shared_memory_bytes=getattr(properties, "shared_memory_per_block_optin", None),
         cuda=tuple(int(number) for number in (torch.version.cuda or "0.0").split(".")[:2]),
         forced=forced_fallbacks(),
+        packages=optional_packages(),
     )
+
+
+@cache
+def optional_packages() -> frozenset[str]:
+    """Return the packages that have a feature and are installed."""
+    installed = set()
+    for name in {feature.package for feature in FEATURES.values() if feature.package is not None}:
+        with suppress(PackageNotFoundError):
+            version(name)
+            installed.add(name)
+    return frozenset(installed)
 
 
 def fallback_lines(device: torch.device, names: Iterable[str]) -> tuple[str, ...]:

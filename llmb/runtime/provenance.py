@@ -5,7 +5,9 @@ import platform
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from llmb.events import RunStarted
 from llmb.formats.device_facts import device_facts
 from llmb.runtime.rank_info import RankInfo
 
+OPTIONAL = ("flash-attn-4",)  # packages that change the speed of a run where they are installed
 HOST = "LLMB_HOST"  # set by the launcher where its name of this machine differs from the hostname
 
 
@@ -56,7 +59,12 @@ def device_uuid(device: torch.device) -> str | None:
 def versions() -> dict[str, str]:
     """Return the versions that affect results; CUDA only where torch was built with it."""
     packages = {"llmb": llmb.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    return packages | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    if torch.version.cuda:
+        packages["cuda"] = torch.version.cuda
+    for name in OPTIONAL:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    return packages
 
 
 def commit() -> str | None:

@@ -168,9 +168,11 @@ def test_classes_of_kernels(operation, name, kind):
 
 def test_verdicts():
     outcome = table.Outcome(
-        row=LLAMA, config=None, trained=None, tokens_per_s=12_100.0, tflops=None, mfu=None, ceiling=12_400.0
-    )
+        row=LLAMA, config=None, trained=None, tokens_per_s=12_100.0, tflops=None, mfu=None, ceiling=12_400.0,
+        torch_ceiling=12_100.0,
+    )  # fmt: skip
     assert outcome.verdict == "aim"
+    assert outcome.torch_share == 1.0
     assert replace(outcome, tokens_per_s=11_700.0).verdict == "floor"
     assert replace(outcome, tokens_per_s=11_500.0).verdict == "short"
     assert replace(outcome, row=rows.without_aims(LLAMA)).verdict is None
@@ -246,3 +248,16 @@ def test_the_whole_program_runs_on_any_machine(tmp_path):
     assert all(row["tokens_per_s"] > 0 for row in actual["rows"])
     assert len(actual["peers"]) == len(peers.PEERS)
     assert all("skipped" in peer or peer["tokens_per_s"] > 0 for peer in actual["peers"])
+
+
+def test_ceilings_with_and_without_other_libraries_are_kept_apart(tmp_path, monkeypatch):
+    running = bench(tmp_path, LLAMA)
+    config = running.configuration(LLAMA)
+    monkeypatch.setattr("train_bench.has_flash4", lambda _device: True)
+    monkeypatch.setattr(
+        "train_bench.measured", lambda calls, *arguments: dict.fromkeys(calls, 2.0 if arguments[-1] else 1.0)
+    )
+    assert running.ceiling(config) == 2 * running.ceiling(config, torch_only=True)
+    running.remeasure(config)
+    assert set(running.seconds.values()) == {1.0}
+    assert set(running.torch_seconds.values()) == {2.0}

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmb.ops.device_capabilities import capabilities
+
 GPU = torch.device("cuda", 0)
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -17,6 +19,10 @@ def needs_capability(major: int, minor: int) -> pytest.MarkDecorator:
 
 
 HOPPER, FP8_GEMM = needs_capability(9, 0), needs_capability(8, 9)
+NEEDS_FLASH4 = pytest.mark.skipif(
+    not (torch.cuda.is_available() and capabilities(GPU).supports("flash_attention_4")),
+    reason="flash-attn-4 is not installed, or no Hopper GPU",
+)
 NEEDS_FP8_GEMM = [pytest.mark.gpu, FP8_GEMM]
 
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from llmb.models.blocks import causal_attention
 from llmb.ops.attention.attention_block import CUDNN, FLASH
+from llmb.ops.attention.flash_attention_4 import FLASH4
 from llmb.ops.attention.segment_attention import kernel_for
 from llmb.ops.attention.softcap_attention import softcap_attention
 from llmb.train.parallel.context_parallel import ContextParallel, cp_attention
@@ -65,7 +66,10 @@ def assert_close(actual: Tensor, exact: Tensor, name: str) -> None:
 def test_attention_of_all_ranks_equals_the_whole(
     ranks: int, sequences: int, kv_heads: int, widths: tuple[int, int]
 ) -> None:
-    """cuDNN computes heads of one width, where it is fast; FlashAttention-2 takes the wider heads of MLA."""
+    """cuDNN computes heads of one width, where it is fast; FlashAttention-2 takes the wider heads of MLA.
+
+    FlashAttention 4 takes both, where it is installed and sequences are long enough.
+    """
     tensors, scale = queries_keys_values(sequences, kv_heads, widths), widths[0] ** -0.5
     group = [LocalRank(rank, ranks) for rank in range(ranks)]
     shards = [[cp.shard(x, sequences) for x in tensors] for cp in group]
@@ -73,7 +77,7 @@ def test_attention_of_all_ranks_equals_the_whole(
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     for cp, (q, k, v, dout) in zip(group, shards, strict=True):
         segments = cp.segments(sequences, TOKENS // ranks)
-        assert kernel_for(q, segments) is (CUDNN if hopper and widths[0] == 128 else FLASH)
+        assert kernel_for(q, segments) in (FLASH4, CUDNN if hopper and widths[0] == 128 else FLASH)
         cp.all_sent = all_sent
         out, lse, k_all, v_all = cp.attention_forward(q, k, v, sequences, scale)
         assert torch.equal(k_all, tensors[1])

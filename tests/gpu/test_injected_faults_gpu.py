@@ -25,7 +25,7 @@ from llmb.results.goodput.goodput_result import Goodput
 pytestmark = [*NEEDS_GPU, pytest.mark.slow]
 MODEL = llama_model(name="small", layers=2, hidden=512, ffn=1024, heads=4, vocab=1000)
 WORK = Training(seqlen=512, mbs=1, gbs=2, ga=2, steps=8, window=(2, 8), checkpoint_every=2)
-REPEATABLE = {FORCE: "gemm_trial,cudnn_attention,flash_attention"}
+REPEATABLE = {FORCE: "gemm_trial,flash_attention_4,cudnn_attention,flash_attention"}
 
 
 def run(config: RunConfig, install: Path) -> tuple[dict[int, set], Goodput | None]:

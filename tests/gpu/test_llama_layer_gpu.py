@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_checks import GPU, HOPPER, NEEDS_GPU, no_synchronization, peak_allocated, randn, relative_error
+from cuda_checks import GPU, HOPPER, NEEDS_FLASH4, NEEDS_GPU, no_synchronization, peak_allocated, randn, relative_error
 from small_models import llama_model
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, La
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.offload.buffer_views import layer_weights_view
+from llmb.ops.attention import segment_attention
 from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock, AttentionKernel
+from llmb.ops.attention.flash_attention_4 import FLASH4
 from llmb.ops.attention.segment_attention import (
     KEY_BLOCK,
     Segment,
@@ -43,14 +45,19 @@ SEGMENTS = {
     "four of equal length": [Segment(first, first + 256, first, first) for first in range(0, 1024, 256)],
     "packed": chunk_segments([0, 700, 800, 803], 512, 1536),
 }
+KERNELS = [
+    pytest.param(CUDNN, marks=HOPPER, id="cudnn"),
+    pytest.param(FLASH, id="flash"),
+    pytest.param(FLASH4, marks=NEEDS_FLASH4, id="flash4"),
+]
 OFFLOAD_RECIPES = ("tensorwise_delayed", "rowwise", "blockwise")
 WIDE = llama_model(name="wide", layers=1, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=512)
 
 
-def random_inputs(segments: list[Segment]) -> tuple[Tensor, ...]:
+def random_inputs(segments: list[Segment], width: int = WIDTH) -> tuple[Tensor, ...]:
     rows, context = segments[-1].end, chunk_rows(segments).stop
-    q, dout = (randn(rows, HEADS, WIDTH, seed=seed) for seed in (1, 2))
-    return q, *(randn(context, GROUPS, WIDTH, seed=seed) for seed in (3, 4)), dout
+    q, dout = (randn(rows, HEADS, width, seed=seed) for seed in (1, 2))
+    return q, *(randn(context, GROUPS, width, seed=seed) for seed in (3, 4)), dout
 
 
 def forward_and_backward(
@@ -72,6 +79,27 @@ def forward_and_backward(
 def test_selected_kernel_matches_the_plain_one(segments, key_block, window):
     tensors = random_inputs(segments)
     assert kernel_for(tensors[0], segments, window) in ((CUDNN, FLASH) if window is None else (FLASH,))
+    assert_equals_plain(segments, tensors, key_block, window)
+
+
+@NEEDS_FLASH4
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_flash_attention_4_matches_the_plain_kernel(segments, window, width, monkeypatch):
+    """Whatever the length: packed sequences, rectangles of earlier keys, sliding windows, each width of heads."""
+    choose = segment_attention.kernel_for
+    monkeypatch.setattr(
+        segment_attention,
+        "kernel_for",
+        lambda q, *arguments: FLASH4 if q.dtype == torch.bfloat16 else choose(q, *arguments),
+    )
+    assert_equals_plain(segments, random_inputs(segments, width), KEY_BLOCK, window)
+
+
+def assert_equals_plain(
+    segments: list[Segment], tensors: tuple[Tensor, ...], key_block: int, window: int | None
+) -> None:
     actual = forward_and_backward(segments, tensors, key_block, window)
     expected = forward_and_backward(segments, tuple(x.float() for x in tensors), key_block, window)
     for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
@@ -79,7 +107,7 @@ def test_selected_kernel_matches_the_plain_one(segments, key_block, window):
         assert error < 0.01, f"{name}: relative error {error:.4f}"
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(CUDNN, marks=HOPPER), FLASH], ids=["cudnn", "flash"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_lse_is_natural_and_plans_take_other_strides(kernel: AttentionKernel):
     """The same sizes twice, the second time as rows of a longer chunk, with a larger stride of the lse."""
     q, k, v, dout = random_inputs([Segment(0, 256, 0, 0)])
@@ -96,7 +124,7 @@ def test_lse_is_natural_and_plans_take_other_strides(kernel: AttentionKernel):
             assert relative_error(a, b) < 0.01
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(CUDNN, marks=HOPPER), FLASH], ids=["cudnn", "flash"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_queries_keys_and_values_side_by_side_equal_separate_ones(kernel: AttentionKernel, sequences: int):
     """As the columns of one matrix, of which cuDNN may have another plan, to the rounding of bf16."""

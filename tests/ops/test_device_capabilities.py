@@ -11,6 +11,7 @@ from llmb.models import blocks
 from llmb.ops import dependent_launch, device_capabilities, dispatch
 from llmb.ops.attention import segment_attention
 from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN
+from llmb.ops.attention.flash_attention_4 import FLASH4, MIN_TOKENS
 from llmb.ops.attention.segment_attention import Segment
 from llmb.ops.device_capabilities import (
     FEATURES,
@@ -37,7 +38,8 @@ T4 = SimpleNamespace(major=7, minor=5, multi_processor_count=40, shared_memory_p
 def on_gpu(monkeypatch):
     """Return a function that makes this process see a GPU with these properties, and force fallbacks."""
 
-    def install(properties: SimpleNamespace, forced: str = "") -> None:
+    def install(properties: SimpleNamespace, forced: str = "", packages: tuple[str, ...] = ("flash-attn-4",)) -> None:
+        monkeypatch.setattr(device_capabilities, "optional_packages", lambda: frozenset(packages))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -63,11 +65,17 @@ def missing() -> set[str]:
 def test_each_generation_has_its_features(on_gpu):
     expected = {
         "T4": (T4, set(FEATURES)),
-        "A100": (A100, {"cudnn_attention", "pdl", "fp8_gemm", "fp8_grouped_gemm", "fp8_block_gemm"}),
-        "RTX 3090": (RTX_3090, {"cudnn_attention", "pdl", "fp8_gemm", "fp8_grouped_gemm", "fp8_block_gemm"}),
-        "L40S": (L40S, {"cudnn_attention", "pdl", "fp8_grouped_gemm", "fp8_block_gemm"}),
+        "A100": (
+            A100,
+            {"cudnn_attention", "flash_attention_4", "pdl", "fp8_gemm", "fp8_grouped_gemm", "fp8_block_gemm"},
+        ),
+        "RTX 3090": (
+            RTX_3090,
+            {"cudnn_attention", "flash_attention_4", "pdl", "fp8_gemm", "fp8_grouped_gemm", "fp8_block_gemm"},
+        ),
+        "L40S": (L40S, {"cudnn_attention", "flash_attention_4", "pdl", "fp8_grouped_gemm", "fp8_block_gemm"}),
         "H200": (H200, set()),
-        "B200": (B200, {"fp8_grouped_gemm", "fp8_block_gemm"}),
+        "B200": (B200, {"flash_attention_4", "fp8_grouped_gemm", "fp8_block_gemm"}),
     }
     for name, (properties, absent) in expected.items():
         on_gpu(properties)
@@ -97,6 +105,21 @@ def test_lines_name_the_compute_capability_and_what_runs_instead(on_gpu):
     assert fallback_lines(torch.device("cpu"), FEATURES) == ()
 
 
+def test_a_package_that_is_not_installed_is_named(on_gpu):
+    on_gpu(H200, packages=())
+    assert missing() == {"flash_attention_4"}
+    assert fallback_lines(GPU, FEATURES) == ("no FlashAttention 4 (flash-attn-4 is not installed): cuDNN attention",)
+    on_gpu(L40S, packages=())
+    assert "no FlashAttention 4 (compute capability 8.9): cuDNN attention" in fallback_lines(GPU, FEATURES)
+
+
+def test_optional_packages_are_those_that_are_installed(monkeypatch):
+    device_capabilities.optional_packages.cache_clear()
+    monkeypatch.setattr(device_capabilities, "version", lambda name: {"flash-attn-4": "4.0"}[name])
+    assert device_capabilities.optional_packages() == {"flash-attn-4"}
+    device_capabilities.optional_packages.cache_clear()
+
+
 def test_forced_names_are_checked():
     assert parse_forced("pdl, triton") == {"pdl", "triton"}
     assert parse_forced("all") == set(FEATURES)
@@ -113,15 +136,29 @@ def test_attention_takes_the_next_best_kernel(on_gpu):
         return segment_attention.kernel_for(CudaTensor(), [Segment(0, 8192, 0, 0)])
 
     for properties, forced, expected, first in (
-        (H200, "", CUDNN, SDPBackend.CUDNN_ATTENTION),
-        (H200, "cudnn_attention", FLASH, SDPBackend.FLASH_ATTENTION),
-        (H200, "cudnn_attention,flash_attention", PLAIN, SDPBackend.EFFICIENT_ATTENTION),
+        (H200, "", FLASH4, SDPBackend.CUDNN_ATTENTION),
+        (H200, "flash_attention_4", CUDNN, SDPBackend.CUDNN_ATTENTION),
+        (H200, "flash_attention_4,cudnn_attention", FLASH, SDPBackend.FLASH_ATTENTION),
+        (H200, "flash_attention_4,cudnn_attention,flash_attention", PLAIN, SDPBackend.EFFICIENT_ATTENTION),
         (A100, "", FLASH, SDPBackend.FLASH_ATTENTION),
         (T4, "", PLAIN, SDPBackend.FLASH_ATTENTION),  # torch itself skips what the device lacks
     ):
         on_gpu(properties, forced)
         assert kernel() is expected
         assert blocks.attention_backends(GPU)[0] is first
+
+
+def test_flash_attention_4_takes_sequences_long_enough_to_compile_for(on_gpu):
+    class CudaTensor:
+        is_cuda, dtype, device, shape = True, torch.bfloat16, GPU, (1, 1, 128)
+
+    on_gpu(H200)
+    packed = [Segment(0, 300, 0, 0), Segment(300, 300 + MIN_TOKENS, 300, 300)]
+    assert segment_attention.kernel_for(CudaTensor(), packed) is FLASH4
+    assert segment_attention.kernel_for(CudaTensor(), packed, 512) is FLASH4
+    assert segment_attention.kernel_for(CudaTensor(), [Segment(0, 512, 0, MIN_TOKENS - 512)]) is FLASH4
+    assert segment_attention.kernel_for(CudaTensor(), [Segment(0, MIN_TOKENS - 1, 0, 0)]) is CUDNN
+    assert segment_attention.kernel_for(CudaTensor(), packed[:1]) is CUDNN
 
 
 def test_small_kernels_use_dependent_launch_where_there_is_one(on_gpu, monkeypatch):

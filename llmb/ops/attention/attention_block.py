@@ -11,11 +11,12 @@ backward pass `out` and `lse` may be those of a softmax over more keys than thes
 exp(score - lse), and the common term of a row is sum(dout * out), so each block of keys gets its exact gradient.
 
     PLAIN   torch operations, in fp32 and in blocks of rows; for all devices and dtypes, with a softcap or without
-    CUDNN   the fastest on Hopper and later. It builds a plan, for a tenth of a second or more, for every new size: for
-            recurring sizes, sequences of one length; without a window
+    CUDNN   the fastest of torch's on Hopper and later. It builds a plan, for a tenth of a second or more, for every new
+            size: for recurring sizes, sequences of one length; without a window
     FLASH   FlashAttention-2, for sequences of any lengths
 
-`softcap_block_triton.py` has the one for logits with a softcap.
+`flash_attention_4.py` has FlashAttention 4, where its package is installed, `softcap_block_triton.py` the one for
+logits with a softcap.
 
 Log-sum-exps are natural and of the scaled scores. Shapes: N queries, K keys, H heads, G KV heads (each serves H / G
 query heads), D head_dim. out and dout are contiguous; q, k and v may be heads inside wider rows.
@@ -176,37 +177,37 @@ class _Flash:
     """Takes sequences as cu_seqlens, small tensors on the device, which are cached."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window, softcap = block
+        q_NHD, k_KGD, v_KGD, _, causal, scale, window, softcap = block
         assert softcap is None, "FlashAttention in torch has no softcap"
         out_NHD, lse_HN, *_ = torch.ops.aten._flash_attention_forward.default(
-            q_NHD, k_KGD, v_KGD, *_varlen_arguments(q_NHD, k_KGD, lengths, causal), 0.0, causal, False, scale=scale,
-            **_window_arguments(window),
+            q_NHD, k_KGD, v_KGD, *varlen_arguments(block), 0.0, causal, False, scale=scale,
+            **window_arguments(window),
         )  # fmt: skip
         return out_NHD, lse_HN
 
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_NHD, k_KGD, v_KGD, lengths, causal, scale, window, _ = block
-        varlen = _varlen_arguments(q_NHD, k_KGD, lengths, causal)
+        q_NHD, k_KGD, v_KGD, _, causal, scale, window, _ = block
+        varlen = varlen_arguments(block)
         state = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)  # of an absent dropout
         unused = torch.empty((), dtype=torch.uint64, device=q_NHD.device)
         return torch.ops.aten._flash_attention_backward.default(
             dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD, lse_HN.contiguous(), *varlen, 0.0, causal, state, unused,
-            scale=scale, **_window_arguments(window),
+            scale=scale, **window_arguments(window),
         )  # fmt: skip
 
 
-def _window_arguments(window: int | None) -> dict[str, int]:
+def window_arguments(window: int | None) -> dict[str, int]:
     """Return the window as FlashAttention counts it: keys before the query's own, and after it."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _varlen_arguments(q_NHD: Tensor, k_KGD: Tensor, lengths: Lengths, causal: bool) -> tuple[Tensor, Tensor, int, int]:
+def varlen_arguments(block: AttentionBlock) -> tuple[Tensor, Tensor, int, int]:
     """Return cu_seqlens of queries and keys, and the longest sequences of both."""
-    key_lengths = lengths if causal and len(q_NHD) == len(k_KGD) else (k_KGD.shape[0],)
-    cu_seqlens = (_cu_seqlens(sizes, q_NHD.device) for sizes in (lengths, key_lengths))
-    return (*cu_seqlens, max(lengths), max(key_lengths))  # type: ignore[return-value]
+    device, keys, lengths = block.q_NHD.device, len(block.k_KGD), block.lengths
+    key_lengths = lengths if block.causal and len(block.q_NHD) == keys else (keys,)
+    return _cu_seqlens(lengths, device), _cu_seqlens(key_lengths, device), max(lengths), max(key_lengths)
 
 
 @lru_cache(maxsize=64)

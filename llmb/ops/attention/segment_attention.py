@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock, AttentionKernel
+from llmb.ops.attention.flash_attention_4 import FLASH4, MIN_TOKENS
 from llmb.ops.attention.merge_lse import merge_attn_states
 from llmb.ops.attention.softcap_attention import kernel_takes_heads
 from llmb.ops.device_capabilities import capabilities
@@ -198,8 +199,12 @@ def context_backward(
 
 def shorter_window(segments: Sequence[Segment], window: int | None) -> int | None:
     """Return the window, or None if no query has more keys than that before and with it."""
-    spans = (segment.end - segment.start + segment.causal_start - segment.context_start for segment in segments)
-    return window if window is not None and max(spans) > window else None
+    return window if window is not None and longest_segment(segments) > window else None
+
+
+def longest_segment(segments: Sequence[Segment]) -> int:
+    """Return the most tokens of a document up to the end of its segment."""
+    return max(segment.end - segment.start + segment.causal_start - segment.context_start for segment in segments)
 
 
 def windowed_forward(
@@ -262,6 +267,8 @@ def kernel_for(
     if not q_NHD.is_cuda or q_NHD.dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
         return PLAIN
     gpu = capabilities(q_NHD.device)
+    if gpu.has("flash_attention_4") and longest_segment(segments) >= MIN_TOKENS:
+        return FLASH4
     if window is None and gpu.has("cudnn_attention") and head_dim <= 128 and _is_recurring(segments):
         return CUDNN
     return FLASH if gpu.has("flash_attention") else PLAIN
