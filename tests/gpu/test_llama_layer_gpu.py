@@ -18,7 +18,7 @@ from llmb.models.llama_layer.linears import PlainLinears
 from llmb.offload.buffer_views import layer_weights_view
 from llmb.ops.attention import segment_attention
 from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock, AttentionKernel
-from llmb.ops.attention.flash_attention_4 import FLASH4
+from llmb.ops.attention.flash_attention_4 import FLASH4, takes_softcap_backward
 from llmb.ops.attention.segment_attention import (
     KEY_BLOCK,
     Segment,
@@ -95,6 +95,22 @@ def test_flash_attention_4_matches_the_plain_kernel(segments, window, width, mon
         lambda q, *arguments: FLASH4 if q.dtype == torch.bfloat16 else choose(q, *arguments),
     )
     assert_equals_plain(segments, random_inputs(segments, width), KEY_BLOCK, window)
+
+
+@NEEDS_FLASH4
+@pytest.mark.parametrize("window", [None, 1000])
+def test_softcap_backward_by_flash_attention_4_matches_the_plain_kernel(window):
+    tensors = [randn(2048, heads, 256, seed=seed) for seed, heads in enumerate((HEADS, GROUPS, GROUPS, HEADS))]
+    block = AttentionBlock(*tensors[:3], (2048,), True, SCALE, window, 50.0)
+    assert takes_softcap_backward(block)
+    exact_block = block._replace(q_NHD=tensors[0].float(), k_KGD=tensors[1].float(), v_KGD=tensors[2].float())
+    kernel = kernel_for(tensors[0], [Segment(0, 2048, 0, 0)], window, 50.0)
+    out, lse = kernel.forward(block)
+    exact_out, exact_lse = PLAIN.forward(exact_block)
+    exact = exact_out, exact_lse, *PLAIN.backward(tensors[3].float(), exact_block, exact_out, exact_lse)
+    actual = out, lse, *kernel.backward(tensors[3], block, out, lse)
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, exact, strict=True):
+        assert relative_error(x, y) < 0.01, name
 
 
 def assert_equals_plain(

@@ -10,8 +10,8 @@ from llmb.errors import ConfigError, UnknownName
 from llmb.models import blocks
 from llmb.ops import dependent_launch, device_capabilities, dispatch
 from llmb.ops.attention import segment_attention
-from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN
-from llmb.ops.attention.flash_attention_4 import FLASH4, MIN_TOKENS
+from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock
+from llmb.ops.attention.flash_attention_4 import FLASH4, MIN_TOKENS, takes_softcap_backward
 from llmb.ops.attention.segment_attention import Segment
 from llmb.ops.device_capabilities import (
     FEATURES,
@@ -159,6 +159,23 @@ def test_flash_attention_4_takes_sequences_long_enough_to_compile_for(on_gpu):
     assert segment_attention.kernel_for(CudaTensor(), [Segment(0, 512, 0, MIN_TOKENS - 512)]) is FLASH4
     assert segment_attention.kernel_for(CudaTensor(), [Segment(0, MIN_TOKENS - 1, 0, 0)]) is CUDNN
     assert segment_attention.kernel_for(CudaTensor(), packed[:1]) is CUDNN
+
+
+@pytest.mark.parametrize(
+    ("width", "lengths", "packages", "expected"),
+    [
+        (256, (MIN_TOKENS, MIN_TOKENS), ("flash-attn-4",), True),
+        (256, (MIN_TOKENS, MIN_TOKENS), (), False),
+        (256, (MIN_TOKENS, MIN_TOKENS + 1), ("flash-attn-4",), False),
+        (256, (MIN_TOKENS - 1,), ("flash-attn-4",), False),
+        (128, (MIN_TOKENS,), ("flash-attn-4",), False),
+    ],
+)
+def test_backward_of_wide_heads_with_a_softcap_takes_flash_attention_4(monkeypatch, width, lengths, packages, expected):
+    hopper = DeviceCapabilities(compute=(9, 0), packages=frozenset(packages))
+    monkeypatch.setattr("llmb.ops.attention.flash_attention_4.capabilities", lambda _device: hopper)
+    q, k = (torch.empty(sum(lengths), heads, width, device="meta") for heads in (2, 1))
+    assert takes_softcap_backward(AttentionBlock(q, k, k, lengths, True, 1.0, None, 50.0)) is expected
 
 
 def test_small_kernels_use_dependent_launch_where_there_is_one(on_gpu, monkeypatch):

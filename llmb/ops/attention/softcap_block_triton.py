@@ -1,7 +1,7 @@
 """Attention with logit softcap between a block of queries and a block of keys: a kernel as in `attention_block.py`.
 
-For bf16 on a GPU, by the Triton kernels of `softcap_attention_triton.py`. Sequences of one length are one call, others
-one each.
+For bf16 on a GPU, by the Triton kernels of `softcap_attention_triton.py`, backward by FlashAttention 4 where it is
+faster. Sequences of one length are one call, others one each.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llmb.ops.attention.attention_block import AttentionBlock, AttentionKernel, batched
+from llmb.ops.attention.flash_attention_4 import FLASH4, takes_softcap_backward
 from llmb.ops.attention.softcap_attention_triton import (
     Logits,
     softcap_backward_dkv,
@@ -34,6 +35,8 @@ class _Softcap:
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if takes_softcap_backward(block):
+            return FLASH4.backward(dout_NHD, block, out_NHD, lse_HN)
         if len(set(block.lengths)) > 1:
             grads = [
                 self.backward(dout_NHD[rows], sequence, out_NHD[rows], lse_HN[:, rows])
