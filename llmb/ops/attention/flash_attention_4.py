@@ -13,6 +13,7 @@ kernels for 8,192 tokens, 16 heads and 8 KV heads on an H200), its forward pass 
 The package offers the two passes, apart from an autograd function, under private names only: its version is pinned.
 """
 
+import importlib
 from functools import cache
 from typing import Any
 
@@ -78,9 +79,7 @@ def _arguments(block: AttentionBlock) -> dict[str, Any]:
 @cache
 def _interface() -> Any:
     """Import the package, which takes seconds, when it is first needed."""
-    from flash_attn.cute import interface
-
-    return interface
+    return importlib.import_module("flash_attn.cute.interface")
 
 
 FLASH4: AttentionKernel = _Flash4()
