@@ -39,6 +39,8 @@ from llmb.ops.device_capabilities import scaled_to_sms
 MAX_PROGRAMS = 2112  # 16 for each of an H200's multiprocessors
 MIN_SPLIT_TOKENS = 128  # tokens of a sequence that a program should have at least
 MAX_SPLITS = 64
+STAGES = 3  # of keys and values: a tile is loaded while the one before it is computed
+WARPS, SPLIT_WARPS = 2, 4
 LONG_CHUNK = 512  # tokens from which torch's attention is faster
 QUERY_TILE = 128  # query tokens of a program
 
@@ -73,6 +75,7 @@ def _paged_decode(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    STAGES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     pdl_wait(USE_PDL)
@@ -97,9 +100,12 @@ def _paged_decode(
         row_max = tl.where(split == 0, sink_logits(sinks_ptr, head * GROUP + r, r < GROUP), row_max)
         row_sum = tl.where(split == 0, row_sum + 1.0, row_sum)
     acc = tl.zeros([ROWS, D], tl.float32)
-    for tile in tl.range(first, last, num_stages=2):
-        block = tl.load(block_table_ptr + seq.to(tl.int64) * block_table_stride + tile).to(tl.int64)
-        offset = (block * G + head) * L * D
+    # The block of a tile is loaded one tile ahead, and keys and values one more: none of these loads waits for another.
+    block_table = block_table_ptr + seq.to(tl.int64) * block_table_stride
+    next_block = tl.load(block_table + first, mask=first < last, other=0)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        offset = (next_block.to(tl.int64) * G + head) * L * D
+        next_block = tl.load(block_table + tile + 1, mask=tile + 1 < last, other=0)
         k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :]).to(COMPUTE)
         logits = apply_softcap(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
         visible = tile * L + t < length
@@ -272,7 +278,7 @@ def _decode(
         q_NHD.stride(0), metadata.block_table_PM.stride(0),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), G=g, D=d, L=cache.block_tokens, SPLITS=splits,
         COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks_H is not None, num_warps=2 if splits == 1 else 4, **pdl_options(sequences),
+        HAS_SINKS=sinks_H is not None, STAGES=STAGES, num_warps=WARPS if splits == 1 else SPLIT_WARPS, **pdl_options(sequences),
     )  # fmt: skip
     if splits > 1:
         _combine_splits[(sequences * heads,)](
