@@ -22,6 +22,7 @@ import before_fp8
 import before_paged
 import torch
 import triton
+import triton.language as tl
 from bench_report import BenchReport
 from device import describe_machine
 from infer_rates import bandwidths
@@ -36,12 +37,12 @@ from llmb.ops.moe import fused_moe_fp8_triton, fused_moe_triton
 from llmb.ops.moe.align_triton import AlignedBlocks, moe_align_block_size
 from llmb.ops.moe.expert_weights import ExpertWeights, dequantize_expert
 from llmb.ops.moe.fused_moe_fp8_triton import PersistentConfig
-from llmb.ops.quant.activation_quant import E4M3, GROUP, GroupFp8, dequantize, quantize_activation
+from llmb.ops.quant.activation_quant import E4M3, GROUP, Activation, GroupFp8, dequantize, quantize_activation
 
 DEVICE = torch.device("cuda", 0)
 BF16, HEAD_DIM, BLOCK_TOKENS = torch.bfloat16, 128, 64
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
-WORKERS = 8
+WORKERS = 12
 
 
 class AttentionCase(NamedTuple):
@@ -90,6 +91,7 @@ class GemmOptions(NamedTuple):
     tiled: bool = False
     prefetch: bool = False
     pointers: bool = False
+    fused: bool = False  # activation in the first GEMM
 
 
 FEW_ROWS = (
@@ -102,6 +104,9 @@ FEW_ROWS = (
     GemmOptions(128, PersistentConfig(2, 8, 3, 1)),
     GemmOptions(64, PersistentConfig(1, 4, 4, 2), tiled=True),
     GemmOptions(64, PersistentConfig(2, 8, 4, 1), tiled=True),
+    GemmOptions(64, PersistentConfig(2, 8, 4, 1), fused=True),
+    GemmOptions(64, PersistentConfig(2, 8, 4, 1), pointers=True, fused=True),
+    GemmOptions(128, PersistentConfig(2, 8, 3, 1), fused=True),
 )
 MANY_ROWS = (
     GemmOptions(128),
@@ -112,6 +117,8 @@ MANY_ROWS = (
     GemmOptions(128, PersistentConfig(2, 8, 3, 1, 4)),
     GemmOptions(128, PersistentConfig(2, 8, 3, 1, 16)),
     GemmOptions(128, PersistentConfig(2, 8, 3, 1), tiled=True),
+    GemmOptions(128, PersistentConfig(2, 8, 3, 1), fused=True),
+    GemmOptions(128, PersistentConfig(2, 8, 3, 1), pointers=True, fused=True),
 )
 
 
@@ -269,7 +276,7 @@ def random_layer(experts: int) -> Layer:
 def gemm(
     options: GemmOptions, layer: Layer, index: int, x: GroupFp8, blocks: AlignedBlocks, pairs: int,
     routed: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor | GroupFp8:  # fmt: skip
     """Compute one of both GEMMs of a layer."""
     weight, top_k = layer.weights[index], TOP_K if index == 0 else 1
     if options.config is None:
@@ -278,18 +285,26 @@ def gemm(
         with patch.object(fused_moe_triton, "fits_large_m", lambda *_: False):
             return fused_moe_triton.moe_gemm(x, weight, blocks, pairs, top_k, BF16, routed)
     config, (experts, outputs, inputs) = options.config, weight.values.shape
-    out = torch.empty(pairs, outputs, dtype=BF16, device=DEVICE)
+    fused = options.fused and index == 0
+    out, out_scales = (
+        torch.empty(pairs, outputs // 2 if fused else outputs, dtype=E4M3 if fused else BF16, device=DEVICE),
+        None,
+    )
+    if fused:
+        out_scales = torch.empty(pairs, outputs // 2 // GROUP, device=DEVICE)
     values = layer.tiled[index] if options.tiled else weight.values.view(experts * outputs, inputs)
     tiles = len(blocks.expert_ids_T) * (outputs // (config.halves * GROUP))
     programs = config.programs * capabilities(DEVICE).sms
     fused_moe_fp8_triton._moe_gemm_fp8_kernel[min(tiles, programs),](
-        x.values, x.scales, values if options.pointers else TensorDescriptor.from_tensor(values, [GROUP, GROUP]), weight.scales, out, routed,
-        blocks.sorted_token_ids_P, blocks.expert_ids_T, blocks.used_blocks_1, pairs, outputs, inputs,
+        x.values, x.scales, values if options.pointers else TensorDescriptor.from_tensor(values, [GROUP, GROUP]),
+        weight.scales, out, out_scales, routed, blocks.sorted_token_ids_P, blocks.expert_ids_T, blocks.used_blocks_1,
+        pairs, outputs, inputs,
         TOP_K=top_k, MUL_ROUTED_WEIGHT=routed is not None, GROUP=GROUP, BLOCK_M=options.block_size,
-        HALVES=config.halves, GROUP_M=config.group_m, TILED=options.tiled, PREFETCH=options.prefetch, POINTERS=options.pointers,
+        HALVES=config.halves, GROUP_M=config.group_m, TILED=options.tiled, PREFETCH=options.prefetch,
+        POINTERS=options.pointers, ACTIVATION="silu" if fused else None, DTYPE=tl.bfloat16,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return out
+    return out if out_scales is None else GroupFp8(out, out_scales)
 
 
 class Routed(NamedTuple):
@@ -310,23 +325,30 @@ def routed_tokens(tokens: int, experts: int) -> Routed:
     return Routed(x, ids, torch.rand(ids.shape, device=DEVICE), blocks)  # type: ignore[arg-type]
 
 
-def both(options: GemmOptions, layer: Layer, routed: Routed, index: int) -> Tensor:
+def both(options: GemmOptions, layer: Layer, routed: Routed, index: int) -> Activation:
+    """Compute the first GEMM with its activation, or the second one."""
     weights = routed.topk_weights if index == 1 else None
-    return gemm(
+    out = gemm(
         options, layer, index, routed.x[index], routed.blocks[options.block_size], routed.topk_ids.numel(), weights
     )
+    if index == 0 and isinstance(out, Tensor):
+        out = fused_moe_triton.moe_gated_act(out, routed.topk_ids, 0, len(layer.weights[0].values), "silu", "1x128")
+    return out
 
 
 def gemm_error(options: GemmOptions, layer: Layer, routed: Routed, index: int, before: Tensor) -> float:
     """Return the larger error: of some experts against fp32, of all pairs against the kernel before."""
-    actual = both(options, layer, routed, index)
+    actual = dequantize(both(options, layer, routed, index), BF16)
     ids, top_k = routed.topk_ids.flatten(), TOP_K if index == 0 else 1
     x = dequantize(routed.x[index], torch.float32)
     worst = error(actual, before)
     for expert in (0, 77, EXPERTS - 1):
         pairs = (ids == expert).nonzero().flatten()
         expected = x[pairs // top_k] @ dequantize_expert(layer.weights[index], expert).float().T
-        if index == 1:
+        if index == 0:
+            gate, up = expected.chunk(2, -1)
+            expected = torch.nn.functional.silu(gate) * up
+        else:
             expected *= routed.topk_weights.flatten()[pairs, None]
         worst = max(worst, error(actual[pairs], expected))
     return worst
@@ -356,8 +378,8 @@ def time_experts(
     routed = [routed_tokens(tokens, EXPERTS) for _ in range(2)]
     library = library_seconds(layers[0], tokens, rounds)
     rows, total = [], [0.0] * len(candidates)
-    for index, name in enumerate(("gate and up", "down")):
-        before = both(candidates[0], layers[1], routed[1], index)
+    for index, name in enumerate(("gate, up, activation", "down")):
+        before = dequantize(both(candidates[0], layers[1], routed[1], index), BF16)
         errors = [gemm_error(options, layers[1], routed[1], index, before) for options in candidates]
         print(name, [f"{wrong:.1e}" for wrong in errors], flush=True)
         calls: dict[str, list[Callable[[], object]]] = {
@@ -374,12 +396,13 @@ def time_experts(
             total[number] += seconds
             config = options.config
             rows.append((
-                name, options.block_size, *(config or ["-"] * 5), options.tiled, options.prefetch, options.pointers, f"{wrong:.1e}",
+                name, options.block_size, *(config or ["-"] * 5), options.tiled, options.prefetch, options.pointers,
+                options.fused, f"{wrong:.1e}",
                 1e6 * seconds, flops / seconds / 1e12, 1e6 * ceiling, ceiling / seconds,
                 spent[str(candidates[0])] / seconds,
             ))  # fmt: skip
             report.record("experts", {"tokens": tokens, "gemm": name, "options": options, "seconds": seconds})
-    titles = ("GEMM", "rows", "halves", "warps", "stages", "programs", "group_m", "tiled", "prefetch", "pointers", "error", "us",
+    titles = ("GEMM", "rows", "halves", "warps", "stages", "programs", "group_m", "tiled", "prefetch", "pointers", "fused", "error", "us",
               "TFLOP/s", "ceiling us", "of ceiling", "before / new")  # fmt: skip
     report.print_table(
         f"experts, {tokens} tokens: {tokens * TOP_K / EXPERTS:g} rows each", titles, rows,

@@ -18,10 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from llmb.ops.activation.activation_triton import activation_value, gate_factor
 from llmb.ops.device_capabilities import capabilities
 from llmb.ops.moe.align_triton import AlignedBlocks, grouped_pids
 from llmb.ops.moe.expert_weights import ExpertWeights
 from llmb.ops.quant.activation_quant import GROUP, GroupFp8
+from llmb.ops.quant.activation_quant_triton import quantize_groups
 
 
 class PersistentConfig(NamedTuple):
@@ -43,17 +45,21 @@ CONFIGS = {64: PersistentConfig(2, 4, 4, 1), 128: PersistentConfig(2, 8, 3, 1)}
 
 @triton.jit(do_not_specialize=["pairs"])
 def _moe_gemm_fp8_kernel(
-    x, x_scales, weight, weight_scales, out, topk_weights, sorted_token_ids, expert_ids, used_blocks, pairs,
+    x, x_scales, weight, weight_scales, out, out_scales, topk_weights, sorted_token_ids, expert_ids, used_blocks, pairs,
     outputs, inputs,
     TOP_K: tl.constexpr, MUL_ROUTED_WEIGHT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     HALVES: tl.constexpr, GROUP_M: tl.constexpr, TILED: tl.constexpr, PREFETCH: tl.constexpr,
-    POINTERS: tl.constexpr,
+    POINTERS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[pair // TOP_K] @ weight[expert].T for blocks of pairs, each of one expert."""
+    """out[pair] = x[pair // TOP_K] @ weight[expert].T for blocks of pairs, each of one expert.
+
+    With an activation the halves of a tile are columns of gate and up, and out is their product in the format 1x128.
+    """
     num_blocks = tl.load(used_blocks)
     tiles = num_blocks * (outputs // (HALVES * GROUP))
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, GROUP)
     groups = inputs // GROUP
+    half = GROUP if ACTIVATION is None else outputs // 2  # from the columns of the first half to those of the second
     if PREFETCH:
         pid_m, _ = grouped_pids(tl.program_id(0), num_blocks, outputs, HALVES * GROUP, GROUP_M)
         next_expert = tl.load(expert_ids + pid_m)
@@ -71,7 +77,7 @@ def _moe_gemm_fp8_kernel(
             pair = tl.load(sorted_token_ids + pid_m * BLOCK_M + m)
         valid = pair < pairs
         row = tl.where(valid, pair, 0) // TOP_K  # scales of padding are some row's, its values zeros
-        output = expert * outputs + pid_n * (HALVES * GROUP)
+        output = expert * outputs + pid_n * (HALVES * GROUP if ACTIVATION is None else GROUP)
         x_ptrs = x + (row[:, None] * inputs + k[None, :])
         weight_scale_ptr = weight_scales + output // GROUP * groups
         if POINTERS:
@@ -91,21 +97,35 @@ def _moe_gemm_fp8_kernel(
             acc0 += tl.dot(x_block, weight0.T) * (scale * tl.load(weight_scale_ptr + group))[:, None]
             if HALVES == 2:
                 if POINTERS:
-                    weight1 = tl.load(weight_ptrs + GROUP * inputs + group * GROUP)
+                    weight1 = tl.load(weight_ptrs + half * inputs + group * GROUP)
                 elif TILED:
-                    weight1 = weight.load([(output + GROUP) * groups + group * GROUP, 0])
+                    weight1 = weight.load([(output + half) * groups + group * GROUP, 0])
                 else:
-                    weight1 = weight.load([output + GROUP, group * GROUP])
-                acc1 += tl.dot(x_block, weight1.T) * (scale * tl.load(weight_scale_ptr + groups + group))[:, None]
+                    weight1 = weight.load([output + half, group * GROUP])
+                acc1 += (
+                    tl.dot(x_block, weight1.T)
+                    * (scale * tl.load(weight_scale_ptr + half // GROUP * groups + group))[:, None]
+                )
         if MUL_ROUTED_WEIGHT:
             routed_weight = tl.load(topk_weights + pair, mask=valid, other=0.0)[:, None]
             acc0 *= routed_weight
             if HALVES == 2:
                 acc1 *= routed_weight
-        out_ptrs = out + (pair[:, None] * outputs + (pid_n * (HALVES * GROUP) + k)[None, :])
-        tl.store(out_ptrs, acc0.to(out.dtype.element_ty), mask=valid[:, None])
-        if HALVES == 2:
-            tl.store(out_ptrs + GROUP, acc1.to(out.dtype.element_ty), mask=valid[:, None])
+        if ACTIVATION is not None:
+            # Rounded like gate, up and their product when each is stored.
+            gate, up = acc0.to(DTYPE).to(tl.float32), acc1.to(DTYPE).to(tl.float32)
+            act = activation_value(gate, ACTIVATION)
+            if ACTIVATION != "swigluoai":
+                act = act.to(DTYPE).to(tl.float32)
+            act = (act * gate_factor(up, ACTIVATION)).to(DTYPE).to(tl.float32)
+            values, act_scale = quantize_groups(act)
+            tl.store(out + (pair[:, None] * half + (pid_n * GROUP + k)[None, :]), values, mask=valid[:, None])
+            tl.store(out_scales + pair * (half // GROUP) + pid_n, act_scale, mask=valid)
+        else:
+            out_ptrs = out + (pair[:, None] * outputs + (pid_n * (HALVES * GROUP) + k)[None, :])
+            tl.store(out_ptrs, acc0.to(out.dtype.element_ty), mask=valid[:, None])
+            if HALVES == 2:
+                tl.store(out_ptrs + GROUP, acc1.to(out.dtype.element_ty), mask=valid[:, None])
 
 
 def fits_large_m(weight: ExpertWeights, blocks: AlignedBlocks) -> bool:
@@ -135,10 +155,24 @@ def large_m_gemm(
     _moe_gemm_fp8_kernel[min(tiles, config.programs * capabilities(device).sms),](
         x.values.contiguous(), x.scales.contiguous(),
         TensorDescriptor.from_tensor(weight.values.view(experts * outputs, inputs), [GROUP, GROUP]),
-        weight.scales, out_MO, topk_weights, blocks.sorted_token_ids_P, blocks.expert_ids_T, blocks.used_blocks_1,
+        weight.scales, out_MO, None, topk_weights, blocks.sorted_token_ids_P, blocks.expert_ids_T, blocks.used_blocks_1,
         pairs, outputs, inputs,
         TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, GROUP=GROUP, BLOCK_M=blocks.block_size,
-        HALVES=config.halves, GROUP_M=config.group_m, TILED=False, PREFETCH=False, POINTERS=False,
+        HALVES=config.halves, GROUP_M=config.group_m, TILED=False, PREFETCH=False, POINTERS=False, ACTIVATION=None,
+        DTYPE=None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out_MO
+
+
+def fuses_activation(gate_up: ExpertWeights, down: ExpertWeights, blocks: AlignedBlocks) -> bool:
+    """Return whether the first GEMM may apply the activation: a tile has the same columns of gate and up."""
+    config = CONFIGS.get(blocks.block_size)
+    aligned = gate_up.values.shape[1] % (2 * GROUP) == 0
+    return (
+        fits_large_m(gate_up, blocks)
+        and config is not None
+        and config.halves == 2
+        and aligned
+        and down.quant_format == "1x128"
+    )
