@@ -15,6 +15,7 @@ from llmb.ops.moe.fused_moe import Routing, fused_moe
 from llmb.ops.quant.activation_quant import Activation, QuantFormat, dequantize, quantize_activation
 
 pytest.importorskip("triton")
+from llmb.ops.device_capabilities import DeviceCapabilities
 from llmb.ops.moe import fused_moe_fp4_triton
 from llmb.ops.moe.align_triton import choose_block_size, max_blocks, moe_align_block_size
 from llmb.ops.moe.fused_moe_fp4_triton import widen, widens_first
@@ -93,10 +94,11 @@ def test_max_blocks_covers_the_worst_case() -> None:
     assert [choose_block_size(v, 8) for v in (1, 128, 129, 512, 513, 100_000)] == [16, 16, 32, 64, 128, 128]
 
 
-# Formats, experts and outputs, tokens, rows of a block: the last takes the kernel for many rows.
+# Formats, experts and outputs, tokens, rows of a block: the last two take the persistent kernel.
 SIZES = ((5, 384, 1, 16), (5, 384, 3, 32), (5, 384, 17, 16), (5, 384, 40, 64))
 GEMMS = [
     *by_turns(EXPERT_FORMATS, SIZES, (1, 2)),
+    ("1x128", (3, 512, 40, 64), 2),
     pytest.param("1x128", (3, 512, 140, 128), 1, marks=pytest.mark.slow),
     pytest.param("1x128", (3, 512, 140, 128), 2, marks=pytest.mark.nightly),
 ]
@@ -116,12 +118,48 @@ def test_moe_gemm_matches_torch(
         for pair, expert in enumerate(routing.topk_ids_NK.flatten().tolist())
     ])  # fmt: skip
     blocks = moe_align_block_size(routing.topk_ids_NK, 0, experts, block_size)
-    assert fits_large_m(weight, blocks) == (block_size == 128)
+    assert fits_large_m(weight, blocks) == (expert_format == "1x128" and block_size >= 64 and outputs == 512)
     actual = moe_gemm(x, weight, blocks, tokens * 2, top_k, FP32, topk_weights_M)
     # Tensor cores accumulate FP8 products with fewer bits than fp32.
     assert relative_error(actual, expected_MO) < (
         1e-3 if device.type == "cuda" and weight.quant_format != "plain" else 1e-5
     )
+
+
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_persistent_programs_share_the_tiles(
+    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of several experts and columns, by fewer programs than tiles, or more; one rank has no pair at all."""
+    weight, routing = random_weights(device, (4, 512, 128), "1x128"), routing_of(device, 60, 2, 5)
+    x = random_tokens(device, 60, 128, "1x128")
+    pairs = routing.topk_ids_NK.numel()
+    monkeypatch.setattr(
+        "llmb.ops.moe.fused_moe_fp8_triton.capabilities", lambda _: DeviceCapabilities(compute=None, sms=programs)
+    )
+    blocks = moe_align_block_size(routing.topk_ids_NK, 0, 4, 64)
+    actual = moe_gemm(x, weight, blocks, pairs, 2, FP32)
+    for pair, expert in enumerate(routing.topk_ids_NK.flatten().tolist()):
+        if expert < 4:
+            expected_O = dequantize_expert(weight, expert) @ dequantize(x, FP32)[pair // 2]
+            assert relative_error(actual[pair], expected_O) < (1e-3 if device.type == "cuda" else 1e-5)
+    without_pairs = moe_align_block_size(routing.topk_ids_NK, 5, 4, 64)
+    assert without_pairs.used_blocks_1.item() == 0
+    moe_gemm(x, weight, without_pairs, pairs, 2, FP32)
+
+
+@pytest.mark.parametrize(("activation", "block_size"), [("silu", 64), ("gelu", 64), ("silu", 128)])
+def test_activation_in_the_first_gemm_changes_no_bit(
+    activation: str, block_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate_up, down = (random_weights(device, (3, *shape), "1x128", sum(shape)) for shape in ((512, 128), (128, 256)))
+    x, routing = random_tokens(device, 50, 128, "1x128"), routing_of(device, 50, 2, 3)
+    monkeypatch.setattr("llmb.ops.moe.fused_moe_triton.choose_block_size", lambda *_: block_size)
+    inputs = (x, routing, gate_up, down, activation)
+    fused, exact = (fused_moe_triton(*inputs, dtype) for dtype in (torch.bfloat16, FP32))
+    assert relative_error(exact, fused_moe.reference(*inputs, FP32)) < 5e-3
+    monkeypatch.setattr("llmb.ops.moe.fused_moe_triton.fuses_activation", lambda *_: False)
+    assert torch.equal(fused_moe_triton(*inputs, torch.bfloat16), fused)
 
 
 @pytest.mark.parametrize("quant_format", QUANT_FORMATS)

@@ -22,7 +22,7 @@ from llmb.ops.activation.activation_triton import activation_value, gate_factor
 from llmb.ops.device_capabilities import capabilities
 from llmb.ops.moe.align_triton import AlignedBlocks, grouped_pids
 from llmb.ops.moe.expert_weights import ExpertWeights
-from llmb.ops.quant.activation_quant import GROUP, GroupFp8
+from llmb.ops.quant.activation_quant import E4M3, GROUP, GroupFp8
 from llmb.ops.quant.activation_quant_triton import quantize_groups
 
 
@@ -40,7 +40,8 @@ class PersistentConfig(NamedTuple):
         return self.num_stages * (block_m + self.halves * GROUP) * GROUP + 2 * block_m * GROUP
 
 
-CONFIGS = {64: PersistentConfig(2, 4, 4, 1), 128: PersistentConfig(2, 8, 3, 1)}
+CONFIGS = {64: PersistentConfig(2, 8, 4, 1), 128: PersistentConfig(2, 8, 3, 1)}
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -138,6 +139,11 @@ def fits_large_m(weight: ExpertWeights, blocks: AlignedBlocks) -> bool:
     return fits and weight.values.shape[1] % (config.halves * GROUP) == 0
 
 
+def fuses_activation(gate_up: ExpertWeights, down: ExpertWeights, blocks: AlignedBlocks) -> bool:
+    """Return whether the first GEMM may apply the activation: its tiles then have columns of gate and up."""
+    return fits_large_m(gate_up, blocks) and CONFIGS[blocks.block_size].halves == 2 and down.quant_format == "1x128"
+
+
 def large_m_gemm(
     x: GroupFp8,
     weight: ExpertWeights,
@@ -148,31 +154,52 @@ def large_m_gemm(
     topk_weights: Tensor | None,
 ) -> Tensor:
     """See `fused_moe_triton.moe_gemm`."""
-    experts, outputs, inputs = weight.values.shape
-    config, device = CONFIGS[blocks.block_size], x.values.device
-    out_MO = torch.empty(pairs, outputs, dtype=dtype, device=device)
-    tiles = len(blocks.expert_ids_T) * (outputs // (config.halves * GROUP))
-    _moe_gemm_fp8_kernel[min(tiles, config.programs * capabilities(device).sms),](
-        x.values.contiguous(), x.scales.contiguous(),
-        TensorDescriptor.from_tensor(weight.values.view(experts * outputs, inputs), [GROUP, GROUP]),
-        weight.scales, out_MO, None, topk_weights, blocks.sorted_token_ids_P, blocks.expert_ids_T, blocks.used_blocks_1,
-        pairs, outputs, inputs,
-        TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, GROUP=GROUP, BLOCK_M=blocks.block_size,
-        HALVES=config.halves, GROUP_M=config.group_m, TILED=False, PREFETCH=False, POINTERS=False, ACTIVATION=None,
-        DTYPE=None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    out_MO = torch.empty(pairs, weight.values.shape[1], dtype=dtype, device=x.values.device)
+    _launch(x, weight, blocks, pairs, top_k, out_MO, None, topk_weights, None, dtype)
     return out_MO
 
 
-def fuses_activation(gate_up: ExpertWeights, down: ExpertWeights, blocks: AlignedBlocks) -> bool:
-    """Return whether the first GEMM may apply the activation: a tile has the same columns of gate and up."""
-    config = CONFIGS.get(blocks.block_size)
-    aligned = gate_up.values.shape[1] % (2 * GROUP) == 0
-    return (
-        fits_large_m(gate_up, blocks)
-        and config is not None
-        and config.halves == 2
-        and aligned
-        and down.quant_format == "1x128"
+def gated_gemm(
+    x: GroupFp8,
+    gate_up: ExpertWeights,
+    blocks: AlignedBlocks,
+    pairs: int,
+    top_k: int,
+    dtype: torch.dtype,
+    activation: str,
+) -> GroupFp8:
+    """Compute activation(gate) * up of every pair, rounded to `dtype` where the activation by itself would be."""
+    width, device = gate_up.values.shape[1] // 2, x.values.device
+    hidden = GroupFp8(
+        torch.empty(pairs, width, dtype=E4M3, device=device), torch.empty(pairs, width // GROUP, device=device)
     )
+    _launch(x, gate_up, blocks, pairs, top_k, *hidden, None, activation, dtype)
+    return hidden
+
+
+def _launch(
+    x: GroupFp8,
+    weight: ExpertWeights,
+    blocks: AlignedBlocks,
+    pairs: int,
+    top_k: int,
+    out: Tensor,
+    out_scales: Tensor | None,
+    topk_weights: Tensor | None,
+    activation: str | None,
+    dtype: torch.dtype,
+) -> None:
+    experts, outputs, inputs = weight.values.shape
+    assert pairs * max(outputs, inputs) < 1 << 31, "offsets of 32 bits"
+    config = CONFIGS[blocks.block_size]
+    tiles = len(blocks.expert_ids_T) * (outputs // (config.halves * GROUP))
+    _moe_gemm_fp8_kernel[min(tiles, config.programs * capabilities(x.values.device).sms),](
+        x.values.contiguous(), x.scales.contiguous(),
+        TensorDescriptor.from_tensor(weight.values.view(experts * outputs, inputs), [GROUP, GROUP]),
+        weight.scales, out, out_scales, topk_weights, blocks.sorted_token_ids_P, blocks.expert_ids_T,
+        blocks.used_blocks_1, pairs, outputs, inputs,
+        TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, GROUP=GROUP, BLOCK_M=blocks.block_size,
+        HALVES=config.halves, GROUP_M=config.group_m, TILED=False, PREFETCH=False, POINTERS=False,
+        ACTIVATION=activation, DTYPE=TRITON_DTYPES[dtype],
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
