@@ -22,15 +22,14 @@ import before_fp8
 import before_paged
 import torch
 import triton
-import triton.language as tl
 from bench_report import BenchReport
 from device import describe_machine
 from infer_rates import bandwidths
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmb.ops.attention import paged_attention_triton
 from llmb.ops.attention.attention_metadata import AttentionMetadata
+from llmb.ops.attention.balanced_decode_triton import balanced_decode_triton
 from llmb.ops.attention.paged_attention import KvCache, paged_attention
 from llmb.ops.device_capabilities import capabilities
 from llmb.ops.moe import fused_moe_fp8_triton, fused_moe_triton
@@ -66,6 +65,8 @@ ATTENTION = (
     AttentionCase("Llama 8b 1000/1000", 960, 32, 8, 1000, 2000),
     AttentionCase("Llama 8b 128/2048", 704, 32, 8, 1100, 1160),
     AttentionCase("Llama 8b 20000/2000", 82, 32, 8, 20900, 21100),
+    AttentionCase("Llama 70B 1000/1000", 176, 64, 8, 1000, 2000),
+    AttentionCase("Qwen3-32B 1000/1000", 352, 64, 8, 1000, 2000),
 )
 
 
@@ -75,12 +76,26 @@ class DecodeOptions(NamedTuple):
     splits: int
     warps: int
     stages: int
+    balanced: int = 0  # programs of a multiprocessor that share all blocks evenly; 0: a program for each KV head
+    maxnreg: int | None = None
 
 
 DECODES: tuple[DecodeOptions | None, ...] = (
-    None, *(DecodeOptions(*x) for x in ((1, 2, 3), (1, 2, 4), (1, 4, 3), (1, 4, 4), (2, 2, 3), (2, 4, 3), (4, 2, 3),
-                                        (4, 4, 3))),
-)  # fmt: skip
+    None,
+    *(
+        DecodeOptions(*x)
+        for x in (
+            (1, 2, 3),
+            (2, 4, 3),
+            (4, 4, 3),
+            (1, 2, 3, 4),
+            (1, 2, 3, 5, 200),
+            (1, 2, 3, 5),
+            (1, 4, 3, 3),
+            (1, 2, 4, 4),
+        )
+    ),
+)
 
 
 class GemmOptions(NamedTuple):
@@ -88,37 +103,23 @@ class GemmOptions(NamedTuple):
 
     block_size: int
     config: PersistentConfig | None = None
-    tiled: bool = False
-    prefetch: bool = False
-    pointers: bool = False
     fused: bool = False  # activation in the first GEMM
 
 
 FEW_ROWS = (
     GemmOptions(64),
-    GemmOptions(64, PersistentConfig(1, 4, 4, 2)),
-    GemmOptions(64, PersistentConfig(1, 4, 4, 2), prefetch=True),
-    GemmOptions(64, PersistentConfig(1, 4, 4, 2), pointers=True),
-    GemmOptions(64, PersistentConfig(2, 8, 4, 1)),
-    GemmOptions(64, PersistentConfig(2, 8, 4, 1), prefetch=True),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1)),
-    GemmOptions(64, PersistentConfig(1, 4, 4, 2), tiled=True),
-    GemmOptions(64, PersistentConfig(2, 8, 4, 1), tiled=True),
-    GemmOptions(64, PersistentConfig(2, 8, 4, 1), fused=True),
-    GemmOptions(64, PersistentConfig(2, 8, 4, 1), pointers=True, fused=True),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1), fused=True),
+    GemmOptions(64, PersistentConfig(1, False, 4, 4, 2)),
+    GemmOptions(64, PersistentConfig(2, True, 8, 4), fused=True),
+    GemmOptions(64, PersistentConfig(2, False, 8, 4)),
+    GemmOptions(64, PersistentConfig(2, False, 8, 5)),
+    GemmOptions(64, PersistentConfig(2, False, 8, 4), fused=True),
+    GemmOptions(64, PersistentConfig(2, False, 8, 4, 1, 1)),
+    GemmOptions(64, PersistentConfig(2, False, 8, 3), fused=True),
 )
 MANY_ROWS = (
     GemmOptions(128),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1)),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1), prefetch=True),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1), pointers=True),
-    GemmOptions(128, PersistentConfig(2, 8, 4, 1)),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1, 4)),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1, 16)),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1), tiled=True),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1), fused=True),
-    GemmOptions(128, PersistentConfig(2, 8, 3, 1), pointers=True, fused=True),
+    GemmOptions(128, PersistentConfig(2, True, 8, 3)),
+    GemmOptions(128, PersistentConfig(2, True, 8, 3), fused=True),
 )
 
 
@@ -187,6 +188,14 @@ def decode(options: DecodeOptions | None, inputs: tuple[Any, ...]) -> Tensor:
     """Attend with these launch options."""
     if options is None:
         return before_paged.paged_attention_triton(*inputs, HEAD_DIM**-0.5)
+    if options.balanced:
+        q, _, _, cache, metadata = inputs
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        balanced_decode_triton(
+            q, cache, metadata, HEAD_DIM**-0.5, None, None, None, out, options.balanced * capabilities(q.device).sms,
+            options.warps, options.stages, options.maxnreg,
+        )  # fmt: skip
+        return out
     with ExitStack() as stack:
         settings = {"STAGES": options.stages, "WARPS": options.warps, "SPLIT_WARPS": options.warps}
         for name, value in settings.items():
@@ -202,7 +211,7 @@ def small_case(case: AttentionCase) -> tuple[AttentionCase, Tensor]:
 
 def decode_candidates(case: AttentionCase) -> list[DecodeOptions | None]:
     """Long sequences of few requests have splits, others one or two."""
-    most = 4 if case.sequences < 100 else 2
+    most = 4 if case.sequences < 100 else 2 if case.sequences < 400 else 1
     return [options for options in DECODES if options is None or options.splits <= most]
 
 
@@ -210,7 +219,12 @@ def time_attention(report: BenchReport, case: AttentionCase, bandwidth: float, r
     small, lengths = small_case(case)
     inputs = attention_inputs(small, lengths, 1)
     expected = paged_attention.reference(*inputs, HEAD_DIM**-0.5)
-    errors = {options: error(decode(options, inputs), expected) for options in decode_candidates(case)}
+    errors = {}
+    for options in decode_candidates(case):
+        try:
+            errors[options] = error(decode(options, inputs), expected)
+        except Exception as problem:
+            print(f"{options}: {problem}"[:200], flush=True)
     lengths = case.lengths()
     sets = [attention_inputs(case, lengths, seed) for seed in range(2)]
     before = decode(None, sets[1])
@@ -231,7 +245,8 @@ def time_attention(report: BenchReport, case: AttentionCase, bandwidth: float, r
         splits = options.splits if options else chosen
         rows.append((
             "before" if options is None else "new", splits, "-" if options is None else options.warps,
-            "-" if options is None else options.stages, programs * splits, f"{wrong:.1e}", 1e6 * seconds,
+            "-" if options is None else options.stages, "-" if options is None else options.maxnreg,
+            f"{options.balanced} a SM" if options and options.balanced else programs * splits, f"{wrong:.1e}", 1e6 * seconds,
             1e6 * size / bandwidth, size / bandwidth / seconds, spent["None"] / seconds,
         ))  # fmt: skip
         report.record("attention", {"case": case.name, "options": options, "error": wrong, "seconds": seconds})
@@ -240,6 +255,7 @@ def time_attention(report: BenchReport, case: AttentionCase, bandwidth: float, r
         "splits",
         "warps",
         "stages",
+        "maxnreg",
         "programs",
         "error",
         "us",
@@ -254,23 +270,20 @@ def time_attention(report: BenchReport, case: AttentionCase, bandwidth: float, r
 
 
 class Layer(NamedTuple):
-    """Weights, and the same with every block of 128 x 128 contiguous."""
+    """Weights of both GEMMs."""
 
     weights: list[ExpertWeights]
-    tiled: list[Tensor]
 
 
 def random_layer(experts: int) -> Layer:
-    weights, tiled = [], []
+    weights = []
     for outputs, inputs in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)):
         values = torch.empty(experts, outputs, inputs, dtype=E4M3, device=DEVICE)
         for expert in values:
             expert.copy_(torch.randn(outputs, inputs, device=DEVICE, dtype=BF16) * 50)
         scales = torch.rand(experts, outputs // GROUP, inputs // GROUP, device=DEVICE) * 1e-3 + 1e-4
         weights.append(ExpertWeights("1x128", values, scales))
-        blocks = values.view(experts, outputs // GROUP, GROUP, inputs // GROUP, GROUP).transpose(2, 3)
-        tiled.append(blocks.contiguous().view(-1, GROUP))
-    return Layer(weights, tiled)
+    return Layer(weights)
 
 
 def gemm(
@@ -284,27 +297,11 @@ def gemm(
             return before_fp8.large_m_gemm(x, weight, blocks, pairs, top_k, BF16, routed)
         with patch.object(fused_moe_triton, "fits_large_m", lambda *_: False):
             return fused_moe_triton.moe_gemm(x, weight, blocks, pairs, top_k, BF16, routed)
-    config, (experts, outputs, inputs) = options.config, weight.values.shape
-    fused = options.fused and index == 0
-    out, out_scales = (
-        torch.empty(pairs, outputs // 2 if fused else outputs, dtype=E4M3 if fused else BF16, device=DEVICE),
-        None,
-    )
-    if fused:
-        out_scales = torch.empty(pairs, outputs // 2 // GROUP, device=DEVICE)
-    values = layer.tiled[index] if options.tiled else weight.values.view(experts * outputs, inputs)
-    tiles = len(blocks.expert_ids_T) * (outputs // (config.halves * GROUP))
-    programs = config.programs * capabilities(DEVICE).sms
-    fused_moe_fp8_triton._moe_gemm_fp8_kernel[min(tiles, programs),](
-        x.values, x.scales, values if options.pointers else TensorDescriptor.from_tensor(values, [GROUP, GROUP]),
-        weight.scales, out, out_scales, routed, blocks.sorted_token_ids_P, blocks.expert_ids_T, blocks.used_blocks_1,
-        pairs, outputs, inputs,
-        TOP_K=top_k, MUL_ROUTED_WEIGHT=routed is not None, GROUP=GROUP, BLOCK_M=options.block_size,
-        HALVES=config.halves, GROUP_M=config.group_m, TILED=options.tiled, PREFETCH=options.prefetch,
-        POINTERS=options.pointers, ACTIVATION="silu" if fused else None, DTYPE=tl.bfloat16,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    return out if out_scales is None else GroupFp8(out, out_scales)
+    tables = {"CONFIGS": {options.block_size: options.config}, "GATED_CONFIGS": {options.block_size: options.config}}
+    with patch.multiple(fused_moe_fp8_triton, **tables):
+        if options.fused and index == 0:
+            return fused_moe_fp8_triton.gated_gemm(x, weight, blocks, pairs, top_k, BF16, "silu")
+        return fused_moe_fp8_triton.large_m_gemm(x, weight, blocks, pairs, top_k, BF16, routed)
 
 
 class Routed(NamedTuple):
@@ -379,6 +376,14 @@ def time_experts(
     library = library_seconds(layers[0], tokens, rounds)
     rows, total = [], [0.0] * len(candidates)
     for index, name in enumerate(("gate, up, activation", "down")):
+        working = []
+        for options in candidates:
+            try:
+                both(options, layers[1], routed[1], index)
+                working.append(options)
+            except Exception as problem:
+                print(f"{options}: {problem}"[:200], flush=True)
+        candidates = tuple(working)
         before = dequantize(both(candidates[0], layers[1], routed[1], index), BF16)
         errors = [gemm_error(options, layers[1], routed[1], index, before) for options in candidates]
         print(name, [f"{wrong:.1e}" for wrong in errors], flush=True)
@@ -396,13 +401,12 @@ def time_experts(
             total[number] += seconds
             config = options.config
             rows.append((
-                name, options.block_size, *(config or ["-"] * 5), options.tiled, options.prefetch, options.pointers,
-                options.fused, f"{wrong:.1e}",
+                name, options.block_size, *(config or ["-"] * 6), options.fused, f"{wrong:.1e}",
                 1e6 * seconds, flops / seconds / 1e12, 1e6 * ceiling, ceiling / seconds,
                 spent[str(candidates[0])] / seconds,
             ))  # fmt: skip
             report.record("experts", {"tokens": tokens, "gemm": name, "options": options, "seconds": seconds})
-    titles = ("GEMM", "rows", "halves", "warps", "stages", "programs", "group_m", "tiled", "prefetch", "pointers", "fused", "error", "us",
+    titles = ("GEMM", "rows", "blocks_n", "in turn", "warps", "stages", "programs", "group_m", "fused", "error", "us",
               "TFLOP/s", "ceiling us", "of ceiling", "before / new")  # fmt: skip
     report.print_table(
         f"experts, {tokens} tokens: {tokens * TOP_K / EXPERTS:g} rows each", titles, rows,
@@ -423,11 +427,17 @@ def warm_up(worker: int) -> None:
     seen = set()
     for case in ATTENTION:
         for options in decode_candidates(case):
-            key = (case.heads, case.kv_heads, options)
-            if key not in seen:
-                seen.add(key)
-                small, lengths = small_case(case)
-                tasks.append(partial(warm_decode, options, small, lengths))
+            small, lengths = small_case(case)
+            if options is not None and options.balanced:
+                lengths = torch.ones(case.sequences, dtype=torch.int32)
+                small = case
+            padded = triton.next_power_of_2(len(lengths))
+            for count in {padded, 8}:
+                key = (case.heads, case.kv_heads, options, count)
+                if options is not None and key not in seen:
+                    seen.add(key)
+                    sized = small._replace(sequences=min(count, len(lengths)))
+                    tasks.append(partial(warm_decode, options, sized, lengths[: sized.sequences]))
     launch = triton.JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> object:
@@ -451,7 +461,7 @@ class LazyLayer:
 
     def __getattr__(self, name: str) -> Any:
         layer = random_layer(TOP_K)
-        self.weights, self.tiled = layer
+        self.weights = layer.weights
         return getattr(layer, name)
 
 
