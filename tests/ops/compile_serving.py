@@ -22,7 +22,7 @@ POINTERS = {
     "q_ptr": "*bf16", "keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv", "sinks_ptr": "*fp32", "out_ptr": "*bf16",
     "lse_ptr": "*fp32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_ptr": "*i32",
     "x": "*fp8e4nv", "x_scales": "*fp32", "weight": "tensordesc<fp8e4nv[128,128]>", "weight_scales": "*fp32",
-    "out": "*bf16", "out_scales": "*fp32", "topk_weights": "*fp32", "sorted_token_ids": "*i32", "expert_ids": "*i32",
+    "out": "*bf16", "topk_weights": "*fp32", "sorted_token_ids": "*i32", "expert_ids": "*i32",
     "used_blocks": "*i32",
 }  # fmt: skip
 FLOATS = ("scale", "value_scale", "softcap")
@@ -33,8 +33,6 @@ def compile_kernel(
 ) -> str:
     """Return what is printed of a kernel."""
     types = {name: POINTERS.get(name, "fp32" if name in FLOATS else "i32") for name in kernel.arg_names}
-    if constants.get("ACTIVATION"):
-        types["out"] = "*fp8e4nv"
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {
         (index,): ALIGNED
@@ -51,20 +49,20 @@ def compile_kernel(
 
 def main() -> None:
     capability = int(sys.argv[1])
-    for group, kv_heads, warps, splits in ((8, 4, attention.WARPS, 1), (4, 8, attention.SPLIT_WARPS, 2)):
+    for group, kv_heads, splits in ((8, 4, 1), (4, 8, 2)):
         constants = {
             "GROUP": group, "ROWS": 16, "G": kv_heads, "D": 128, "L": 64, "SPLITS": splits, "COMPUTE": tl.float16,
-            "HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "STAGES": attention.STAGES, "USE_PDL": False,
+            "HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "STAGES": 3, "USE_PDL": False,
         }  # fmt: skip
-        print("_paged_decode", compile_kernel(attention._paged_decode, constants, {"num_warps": warps}, capability))
+        options = {"num_warps": 2 * splits}
+        print("_paged_decode", compile_kernel(attention._paged_decode, constants, options, capability))
     for block_m, config in experts.CONFIGS.items():
-        for activation in ("silu", None):
-            constants = {
-                "TOP_K": 8 if activation else 1, "MUL_ROUTED_WEIGHT": not activation, "GROUP": 128, "BLOCK_M": block_m,
-                "HALVES": config.halves, "GROUP_M": config.group_m, "ACTIVATION": activation, "DTYPE": tl.bfloat16,
-            }  # fmt: skip
-            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            print(f"experts_{block_m}", compile_kernel(experts._moe_gemm_fp8_kernel, constants, options, capability))
+        constants = {
+            "TOP_K": 1, "MUL_ROUTED_WEIGHT": True, "GROUP": 128, "BLOCK_M": block_m, "HALVES": config.halves,
+            "GROUP_M": experts.GROUP_M, "OFFSET": tl.int32,
+        }  # fmt: skip
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        print("experts", compile_kernel(experts._moe_gemm_fp8_kernel, constants, options, capability))
 
 
 if __name__ == "__main__":

@@ -39,41 +39,12 @@ from llmb.ops.device_capabilities import scaled_to_sms
 MAX_PROGRAMS = 2112  # 16 for each of an H200's multiprocessors
 MIN_SPLIT_TOKENS = 128  # tokens of a sequence that a program should have at least
 MAX_SPLITS = 64
-STAGES = 3  # of keys and values: a tile is loaded while the one before it is computed
-WARPS, SPLIT_WARPS = 2, 4
+TWO_TILES = 16 * 1024  # most bytes of a block's keys and values of which two are held: more leave an SM few programs
 LONG_CHUNK = 512  # tokens from which torch's attention is faster
 QUERY_TILE = 128  # query tokens of a program
 
 # Metadata tensors are slices of arbitrary alignment, which must not cause a recompilation.
 UNALIGNED = ["block_table_ptr", "seq_lens_ptr", "cu_seqlens_ptr"]
-
-
-@triton.jit
-def attend_blocks(
-    row_max, row_sum, q, keys_ptr, values_ptr, block_table, head, first, last, length, oldest, scale, softcap,
-    ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, L: tl.constexpr, COMPUTE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Attend to the tokens of one head in blocks `first` to `last` of a sequence.
-
-    The block of a tile is loaded one tile ahead, and keys and values one more: none of these loads waits for another.
-    """
-    t, d = tl.arange(0, L), tl.arange(0, D)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    next_block = tl.load(block_table + first, mask=first < last, other=0)
-    for tile in tl.range(first, last, num_stages=STAGES):
-        offset = (next_block.to(tl.int64) * G + head) * L * D
-        next_block = tl.load(block_table + tile + 1, mask=tile + 1 < last, other=0)
-        k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :]).to(COMPUTE)
-        logits = apply_softcap(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
-        visible = tile * L + t < length
-        if HAS_WINDOW:
-            visible = visible & (tile * L + t >= oldest)
-        logits = tl.where(visible[None, :], logits, MASKED)
-        # Values are loaded here, unlike in `attend_tile`: before the logits, they would take a fifth more registers.
-        v = tl.load(values_ptr + offset + d[:, None] * L + t[None, :]).to(COMPUTE)
-        row_max, row_sum, acc = softmax_step(row_max, row_sum, acc, logits, tl.trans(v), 1.0)
-    return row_max, row_sum, acc
 
 
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=UNALIGNED)
@@ -117,7 +88,7 @@ def _paged_decode(
     tiles_per_split = tl.cdiv(tiles - skipped, SPLITS)
     first = skipped + split * tiles_per_split
     last = tl.minimum(tiles, first + tiles_per_split)
-    r, d = tl.arange(0, ROWS), tl.arange(0, D)
+    r, d, t = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, L)
     token = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
     valid = (r < GROUP)[:, None]
     q = tl.load(q_ptr + token * q_stride + (head * GROUP + r)[:, None] * D + d[None, :], mask=valid, other=0.0)
@@ -127,11 +98,23 @@ def _paged_decode(
     if HAS_SINKS:  # once, in the first split
         row_max = tl.where(split == 0, sink_logits(sinks_ptr, head * GROUP + r, r < GROUP), row_max)
         row_sum = tl.where(split == 0, row_sum + 1.0, row_sum)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    # The block of a tile is loaded one tile ahead, and with 3 stages keys and values are loaded during the computation
+    # of the tile before: no load waits for another.
     block_table = block_table_ptr + seq.to(tl.int64) * block_table_stride
-    row_max, row_sum, acc = attend_blocks(
-        row_max, row_sum, q, keys_ptr, values_ptr, block_table, head, first, last, length, oldest, scale, softcap,
-        ROWS, G, D, L, COMPUTE, HAS_SOFTCAP, HAS_WINDOW, STAGES,
-    )  # fmt: skip
+    next_block = tl.load(block_table + first, mask=first < last, other=0)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        offset = (next_block.to(tl.int64) * G + head) * L * D
+        next_block = tl.load(block_table + tile + 1, mask=tile + 1 < last, other=0)
+        k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :]).to(COMPUTE)
+        logits = apply_softcap(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
+        visible = tile * L + t < length
+        if HAS_WINDOW:
+            visible = visible & (tile * L + t >= oldest)
+        logits = tl.where(visible[None, :], logits, MASKED)
+        # Values are loaded here, unlike in `attend_tile`: before the logits, they would take a fifth more registers.
+        v = tl.load(values_ptr + offset + d[:, None] * L + t[None, :]).to(COMPUTE)
+        row_max, row_sum, acc = softmax_step(row_max, row_sum, acc, logits, tl.trans(v), 1.0)
     acc = acc * (value_scale / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
     row = (seq.to(tl.int64) * G + head) * GROUP + r
     if SPLITS == 1:
@@ -295,13 +278,19 @@ def _decode(
         q_NHD.stride(0), metadata.block_table_PM.stride(0),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), G=g, D=d, L=cache.block_tokens, SPLITS=splits,
         COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks_H is not None, STAGES=STAGES, num_warps=WARPS if splits == 1 else SPLIT_WARPS,
+        HAS_SINKS=sinks_H is not None, STAGES=decode_stages(cache), num_warps=2 if splits == 1 else 4,
         **pdl_options(sequences),
     )  # fmt: skip
     if splits > 1:
         _combine_splits[(sequences * heads,)](
             partial, lse, out_NHD, D=d, SPLITS=splits, num_warps=1, **pdl_options(sequences)
         )
+
+
+def decode_stages(cache: KvCache) -> int:
+    """Return the stages of decode: one tile of keys and values more than it holds at a time."""
+    tile_bytes = 2 * cache.block_tokens * cache.head_dim * cache.keys_BGLD.element_size()
+    return 3 if tile_bytes <= TWO_TILES else 2
 
 
 def _prefill(

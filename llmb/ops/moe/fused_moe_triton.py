@@ -25,7 +25,7 @@ from llmb.ops.moe.align_triton import (
 from llmb.ops.moe.expert_weights import FP4_GROUPS, ExpertWeights
 from llmb.ops.moe.fused_moe import Routing
 from llmb.ops.moe.fused_moe_fp4_triton import fp4_gemm, widen, widens_first
-from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m, fuses_activation, gated_gemm, large_m_gemm
+from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m, large_m_gemm
 from llmb.ops.quant.activation_quant import GROUP, Activation, GroupFp8, QuantFormat, as_activation, empty_activation
 
 CHANNELS = 1024  # of a token that one program sums
@@ -156,14 +156,10 @@ def fused_moe_triton(
         block_size = choose_block_size(pairs, routing.experts)
         blocks = moe_align_block_size(topk_ids_NK, routing.first_expert, experts, block_size)
         widens = widens_first(gate_up, pairs, routing.experts)
-        x_rows = _slice_rows(x, rows)
-        if isinstance(x_rows, GroupFp8) and fuses_activation(gate_up, down, blocks):
-            hidden: Activation = gated_gemm(x_rows, gate_up, blocks, pairs, top_k, dtype, activation)
-        else:
-            gate_up_M2F = moe_gemm(x_rows, widen(gate_up, dtype) if widens else gate_up, blocks, pairs, top_k, dtype)
-            hidden = moe_gated_act(
-                gate_up_M2F, topk_ids_NK, routing.first_expert, experts, activation, down.quant_format
-            )
+        gate_up_M2F = moe_gemm(
+            _slice_rows(x, rows), widen(gate_up, dtype) if widens else gate_up, blocks, pairs, top_k, dtype
+        )
+        hidden = moe_gated_act(gate_up_M2F, topk_ids_NK, routing.first_expert, experts, activation, down.quant_format)
         pair_outputs_MC = moe_gemm(
             hidden, widen(down, dtype) if widens else down, blocks, pairs, 1, dtype, topk_weights_NK
         )

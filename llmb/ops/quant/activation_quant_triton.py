@@ -34,18 +34,12 @@ def _store_per_token(x, values_ptr, scale_ptr, c, mask):
 
 @triton.jit
 def _store_groups(x, values_ptr, scales_ptr, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    values, scales = quantize_groups(tl.reshape(x, (BLOCK_C // 128, 128)))
+    x = tl.reshape(x, (BLOCK_C // 128, 128))
+    scales = tl.maximum(tl.max(tl.abs(x), 1), _MIN_AMAX) * (1 / _E4M3_MAX)
     groups = tl.arange(0, BLOCK_C // 128)
     c = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(values_ptr + c, values, mask=c < C)
+    tl.store(values_ptr + c, (x * (1.0 / scales)[:, None]).to(tl.float8e4nv), mask=c < C)
     tl.store(scales_ptr + groups, scales, mask=groups * 128 < C)
-
-
-@triton.jit
-def quantize_groups(x):
-    """Return the fp8 values and the scale of each row, a group of 128 channels."""
-    scales = tl.maximum(tl.max(tl.abs(x), 1), _MIN_AMAX) * (1 / _E4M3_MAX)
-    return (x * (1.0 / scales)[:, None]).to(tl.float8e4nv), scales
 
 
 @triton.jit
