@@ -15,9 +15,11 @@ from llmb.ops.moe.fused_moe import Routing, fused_moe
 from llmb.ops.quant.activation_quant import Activation, QuantFormat, dequantize, quantize_activation
 
 pytest.importorskip("triton")
+from llmb.ops.device_capabilities import DeviceCapabilities
 from llmb.ops.moe import fused_moe_fp4_triton
 from llmb.ops.moe.align_triton import choose_block_size, max_blocks, moe_align_block_size
 from llmb.ops.moe.fused_moe_fp4_triton import widen, widens_first
+from llmb.ops.moe.fused_moe_fp8_triton import CONFIGS as CONFIGS_FP8
 from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m
 from llmb.ops.moe.fused_moe_triton import CONFIGS, fused_moe_triton, moe_gated_act, moe_gemm
 
@@ -93,10 +95,11 @@ def test_max_blocks_covers_the_worst_case() -> None:
     assert [choose_block_size(v, 8) for v in (1, 128, 129, 512, 513, 100_000)] == [16, 16, 32, 64, 128, 128]
 
 
-# Formats, experts and outputs, tokens, rows of a block: the last takes the kernel for many rows.
+# Formats, experts and outputs, tokens, rows of a block: the last two take the persistent kernel.
 SIZES = ((5, 384, 1, 16), (5, 384, 3, 32), (5, 384, 17, 16), (5, 384, 40, 64))
 GEMMS = [
     *by_turns(EXPERT_FORMATS, SIZES, (1, 2)),
+    ("1x128", (3, 512, 40, 64), 2),
     pytest.param("1x128", (3, 512, 140, 128), 1, marks=pytest.mark.slow),
     pytest.param("1x128", (3, 512, 140, 128), 2, marks=pytest.mark.nightly),
 ]
@@ -116,12 +119,44 @@ def test_moe_gemm_matches_torch(
         for pair, expert in enumerate(routing.topk_ids_NK.flatten().tolist())
     ])  # fmt: skip
     blocks = moe_align_block_size(routing.topk_ids_NK, 0, experts, block_size)
-    assert fits_large_m(weight, blocks) == (block_size == 128)
+    assert fits_large_m(weight, blocks) == (expert_format == "1x128" and block_size >= 64)
     actual = moe_gemm(x, weight, blocks, tokens * 2, top_k, FP32, topk_weights_M)
     # Tensor cores accumulate FP8 products with fewer bits than fp32.
     assert relative_error(actual, expected_MO) < (
         1e-3 if device.type == "cuda" and weight.quant_format != "plain" else 1e-5
     )
+
+
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_persistent_programs_share_the_tiles(
+    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of several experts and columns, by fewer programs than tiles, or more; one rank has no pair at all."""
+    weight, routing = random_weights(device, (4, 512, 128), "1x128"), routing_of(device, 60, 2, 5)
+    x = random_tokens(device, 60, 128, "1x128")
+    pairs = routing.topk_ids_NK.numel()
+    monkeypatch.setattr(
+        "llmb.ops.moe.fused_moe_fp8_triton.capabilities", lambda _: DeviceCapabilities(compute=None, sms=programs)
+    )
+    blocks = moe_align_block_size(routing.topk_ids_NK, 0, 4, 64)
+    actual = moe_gemm(x, weight, blocks, pairs, 2, FP32)
+    for pair, expert in enumerate(routing.topk_ids_NK.flatten().tolist()):
+        if expert < 4:
+            expected_O = dequantize_expert(weight, expert) @ dequantize(x, FP32)[pair // 2]
+            assert relative_error(actual[pair], expected_O) < (1e-3 if device.type == "cuda" else 1e-5)
+    without_pairs = moe_align_block_size(routing.topk_ids_NK, 5, 4, 64)
+    assert without_pairs.used_blocks_1.item() == 0
+    moe_gemm(x, weight, without_pairs, pairs, 2, FP32)
+
+
+def test_persistent_tiles_fit_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with 99 KiB for a program, as Ada, the other kernel computes them."""
+    weight, topk_ids_NK = random_weights(CPU, (2, 256, 128), "1x128"), torch.zeros(1, 1, dtype=torch.int64)
+    for kib, fits in ((227, True), (99, False)):
+        gpu = DeviceCapabilities(compute=(9, 0), shared_memory_bytes=kib << 10)
+        monkeypatch.setattr("llmb.ops.moe.fused_moe_fp8_triton.capabilities", lambda _, gpu=gpu: gpu)
+        for block_size in CONFIGS_FP8:
+            assert fits_large_m(weight, moe_align_block_size(topk_ids_NK, 0, 2, block_size)) == fits
 
 
 @pytest.mark.parametrize("quant_format", QUANT_FORMATS)

@@ -87,3 +87,14 @@ def test_blocks_before_the_window_are_never_read(device, implementation):
     qkv = rope_and_cache.reference(random_qkv(len(slots), 3).to(device), None, None, cache, slots)
     attend = getattr(paged_attention, implementation)
     assert attend(*qkv, cache, metadata, SCALE, None, window).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "stages"),
+    [(128, torch.float8_e4m3fn, 3), (64, torch.bfloat16, 3), (128, torch.bfloat16, 2), (256, torch.float32, 2)],
+)
+def test_decode_holds_two_tiles_of_small_caches_only(head_dim: int, dtype: torch.dtype, stages: int) -> None:
+    """Two tiles of 256 fp32 channels, 256 KiB, are more than the shared memory of any GPU."""
+    decode_stages = pytest.importorskip("llmb.ops.attention.paged_attention_triton").decode_stages
+    keys_BGLD = torch.empty(1, 1, 64, head_dim, dtype=dtype)
+    assert decode_stages(KvCache(keys_BGLD, keys_BGLD.transpose(2, 3))) == stages

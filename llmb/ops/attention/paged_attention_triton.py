@@ -39,6 +39,7 @@ from llmb.ops.device_capabilities import scaled_to_sms
 MAX_PROGRAMS = 2112  # 16 for each of an H200's multiprocessors
 MIN_SPLIT_TOKENS = 128  # tokens of a sequence that a program should have at least
 MAX_SPLITS = 64
+TWO_TILES = 16 * 1024  # most bytes of a block's keys and values of which two are held: more leave an SM few programs
 LONG_CHUNK = 512  # tokens from which torch's attention is faster
 QUERY_TILE = 128  # query tokens of a program
 
@@ -73,6 +74,7 @@ def _paged_decode(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    STAGES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     pdl_wait(USE_PDL)
@@ -97,9 +99,13 @@ def _paged_decode(
         row_max = tl.where(split == 0, sink_logits(sinks_ptr, head * GROUP + r, r < GROUP), row_max)
         row_sum = tl.where(split == 0, row_sum + 1.0, row_sum)
     acc = tl.zeros([ROWS, D], tl.float32)
-    for tile in tl.range(first, last, num_stages=2):
-        block = tl.load(block_table_ptr + seq.to(tl.int64) * block_table_stride + tile).to(tl.int64)
-        offset = (block * G + head) * L * D
+    # The block of a tile is loaded one tile ahead, and with 3 stages keys and values are loaded during the computation
+    # of the tile before: no load waits for another.
+    block_table = block_table_ptr + seq.to(tl.int64) * block_table_stride
+    next_block = tl.load(block_table + first, mask=first < last, other=0)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        offset = (next_block.to(tl.int64) * G + head) * L * D
+        next_block = tl.load(block_table + tile + 1, mask=tile + 1 < last, other=0)
         k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :]).to(COMPUTE)
         logits = apply_softcap(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
         visible = tile * L + t < length
@@ -272,12 +278,19 @@ def _decode(
         q_NHD.stride(0), metadata.block_table_PM.stride(0),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), G=g, D=d, L=cache.block_tokens, SPLITS=splits,
         COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks_H is not None, num_warps=2 if splits == 1 else 4, **pdl_options(sequences),
+        HAS_SINKS=sinks_H is not None, STAGES=decode_stages(cache), num_warps=2 if splits == 1 else 4,
+        **pdl_options(sequences),
     )  # fmt: skip
     if splits > 1:
         _combine_splits[(sequences * heads,)](
             partial, lse, out_NHD, D=d, SPLITS=splits, num_warps=1, **pdl_options(sequences)
         )
+
+
+def decode_stages(cache: KvCache) -> int:
+    """Return the stages of decode: one tile of keys and values more than it holds at a time."""
+    tile_bytes = 2 * cache.block_tokens * cache.head_dim * cache.keys_BGLD.element_size()
+    return 3 if tile_bytes <= TWO_TILES else 2
 
 
 def _prefill(

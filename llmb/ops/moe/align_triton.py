@@ -57,7 +57,7 @@ def _moe_count_kernel(topk_ids, counts, first_expert, pairs, CHUNK: tl.constexpr
 
 @triton.jit(do_not_specialize=["first_expert", "pairs", "experts", "num_blocks"])
 def _moe_align_kernel(
-    topk_ids, counts, sorted_token_ids, expert_ids, first_expert, pairs, experts, num_blocks,
+    topk_ids, counts, sorted_token_ids, expert_ids, used_blocks, first_expert, pairs, experts, num_blocks,
     BLOCK_SIZE: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each expert, and one more for the unused blocks."""
@@ -80,16 +80,18 @@ def _moe_align_kernel(
         padding = offset + tl.arange(0, BLOCK_SIZE)
         padded = tl.full((BLOCK_SIZE,), pairs, tl.int32)
         tl.store(sorted_token_ids + padding, padded, mask=padding < end_block * BLOCK_SIZE)
+    else:
+        tl.store(used_blocks, first_block)
     for start in range(first_block, end_block, CHUNK):
         block = start + tl.arange(0, CHUNK)
         tl.store(expert_ids + block, tl.zeros((CHUNK,), tl.int32) + expert_id, mask=block < end_block)
 
 
 @triton.jit
-def grouped_pids(num_blocks, outputs, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Return the block of rows and the block of columns of this program, in grouped ordering."""
+def grouped_pids(tile, num_blocks, outputs, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return the block of rows and the block of columns of a tile, in grouped ordering."""
     blocks_n = tl.cdiv(outputs, BLOCK_N)
-    group, within = tl.program_id(0) // (GROUP_M * blocks_n), tl.program_id(0) % (GROUP_M * blocks_n)
+    group, within = tile // (GROUP_M * blocks_n), tile % (GROUP_M * blocks_n)
     height = min(num_blocks - group * GROUP_M, GROUP_M)
     return group * GROUP_M + within % height, within // height
 
@@ -99,6 +101,7 @@ class AlignedBlocks(NamedTuple):
 
     sorted_token_ids_P: Tensor  # int32, pair indices; M in padding
     expert_ids_T: Tensor  # int32, relative to this rank's first expert; -1 for an unused block
+    used_blocks_1: Tensor  # int32, blocks in use
     block_size: int
 
 
@@ -116,15 +119,15 @@ def moe_align_block_size(topk_ids_NK: Tensor, first_expert: int, experts: int, b
     """Sort the pairs of this rank's `experts`, from `first_expert` on, into blocks."""
     pairs = topk_ids_NK.numel()
     num_blocks = max_blocks(pairs, experts, block_size)
-    counts_E, sorted_token_ids_P, expert_ids_T = (
+    counts_E, sorted_token_ids_P, expert_ids_T, used_blocks_1 = (
         torch.empty(size, dtype=torch.int32, device=topk_ids_NK.device)
-        for size in (experts, num_blocks * block_size, num_blocks)
+        for size in (experts, num_blocks * block_size, num_blocks, 1)
     )
     launch = {"CHUNK": min(MAX_CHUNK, max(256, triton.next_power_of_2(pairs))), "num_warps": WARPS}
     launch |= pdl_options(len(topk_ids_NK))
     _moe_count_kernel[experts,](topk_ids_NK, counts_E, first_expert, pairs, **launch)
     _moe_align_kernel[experts + 1,](
-        topk_ids_NK, counts_E, sorted_token_ids_P, expert_ids_T, first_expert, pairs, experts, num_blocks,
-        BLOCK_SIZE=block_size, EXPERTS=triton.next_power_of_2(experts), **launch,
+        topk_ids_NK, counts_E, sorted_token_ids_P, expert_ids_T, used_blocks_1, first_expert, pairs, experts,
+        num_blocks, BLOCK_SIZE=block_size, EXPERTS=triton.next_power_of_2(experts), **launch,
     )  # fmt: skip
-    return AlignedBlocks(sorted_token_ids_P, expert_ids_T, block_size)
+    return AlignedBlocks(sorted_token_ids_P, expert_ids_T, used_blocks_1, block_size)

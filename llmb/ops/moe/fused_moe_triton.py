@@ -59,7 +59,7 @@ def _moe_gemm_kernel(
 ):  # fmt: skip
     """out[pair] = x[pair // TOP_K] @ weight[expert].T + bias[expert] for a block of pairs of one expert."""
     pdl_wait(USE_PDL)
-    pid_m, pid_n = grouped_pids(num_blocks, outputs, BLOCK_N, GROUP_M)
+    pid_m, pid_n = grouped_pids(tl.program_id(0), num_blocks, outputs, BLOCK_N, GROUP_M)
     expert = tl.load(expert_ids + pid_m).to(tl.int64)
     if expert < 0:
         return
