@@ -149,9 +149,9 @@ def test_persistent_programs_share_the_tiles(
     moe_gemm(x, weight, without_pairs, pairs, 2, FP32)
 
 
-def test_persistent_tiles_fit_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_persistent_tiles_fit_shared_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with 99 KiB for a program, as Ada, the other kernel computes them."""
-    weight, topk_ids_NK = random_weights(CPU, (2, 256, 128), "1x128"), torch.zeros(1, 1, dtype=torch.int64)
+    weight, topk_ids_NK = random_weights(device, (2, 256, 128), "1x128"), routing_of(device, 1, 1, 2).topk_ids_NK
     for kib, fits in ((227, True), (99, False)):
         gpu = DeviceCapabilities(compute=(9, 0), shared_memory_bytes=kib << 10)
         monkeypatch.setattr("llmb.ops.moe.fused_moe_fp8_triton.capabilities", lambda _, gpu=gpu: gpu)
