@@ -198,7 +198,7 @@ def _from_deepseek(config: HfConfig) -> dict[str, Any]:
 
 def _mla_rope(config: HfConfig) -> dict[str, Any]:
     """Read RoPE, or YaRN without a factor on cosine and sine."""
-    rope = from_hf_rope(config, "", ("yarn",))
+    rope = from_hf_rope(config, ("yarn",))
     if rope.pop("attention_factor", 1.0) != 1.0:
         raise ConfigError(
             "config.json: rope_type yarn with a factor on cosine and sine (mscale, attention_factor) is not supported "
