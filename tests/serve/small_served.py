@@ -157,7 +157,10 @@ def _transformers_logits(folder: Path) -> Callable[[Tensor], Tensor]:
     settings = {"max_new_tokens": MAX_OUTPUT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def generate(prompt_ids: Tensor) -> Tensor:
-        outputs = network.generate(prompt_ids, **settings, output_logits=True, return_dict_in_generate=True)
+        mask = torch.ones_like(prompt_ids)  # without it, token 0 of a prompt would count as padding
+        outputs = network.generate(
+            prompt_ids, attention_mask=mask, **settings, output_logits=True, return_dict_in_generate=True
+        )
         logits_TV = torch.cat(outputs.logits)
         assert outputs.sequences[0, prompt_ids.shape[1] :].tolist() == logits_TV.argmax(dim=-1).tolist()
         return logits_TV
