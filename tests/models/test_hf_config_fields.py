@@ -143,7 +143,7 @@ def logits_of(network: PreTrainedModel) -> Tensor:
 
 
 def our_logits(model: Model, folder: Path) -> Tensor:
-    network = build_model(model.for_context(TOKENS.shape[1]))
+    network = build_model(model)
     load_weights(network, folder)
     with torch.no_grad():
         return network(TOKENS)

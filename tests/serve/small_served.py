@@ -193,8 +193,9 @@ def config_of(model: Model, folder: Path | None, **changes: Any) -> RunConfig:
     return changed(CONFIG, model=model, weights=weights, **changes)
 
 
-def served_model_for(config: RunConfig) -> ServedModel:
-    return build_served_model(config.model, weight_source(config, CPU), serving_dtypes(config), RankGroups(device=CPU))
+def served_model_for(config: RunConfig, context_tokens: int = 0) -> ServedModel:
+    groups = RankGroups(device=CPU)
+    return build_served_model(config.model, weight_source(config, CPU), serving_dtypes(config), groups, context_tokens)
 
 
 def engine_for(served_model: ServedModel, blocks: int = 256, longest: int = MAX_SEQ_LEN, **settings: Any) -> Engine:

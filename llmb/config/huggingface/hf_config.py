@@ -297,9 +297,6 @@ def _check_lossless(model: Model, restored: Model) -> None:
         restored = replace(restored, head_dim=model.head_dim)  # MLA has its own head dims
     if restored.experts is not None and model.experts is not None:
         restored = replace(restored, experts=replace(restored.experts, aux_loss=model.experts.aux_loss))
-    if restored.rope is not None and model.rope is not None:
-        takes_long = model.rope.takes_long_factors  # of the run
-        restored = replace(restored, rope=replace(restored.rope, takes_long_factors=takes_long))
     if restored.rope is not None and model.rope is not None and model.rope.scaling == "none":
         partial = restored.rope.partial_rotary_factor
         restored = replace(restored, rope=replace(model.rope, theta=restored.rope.theta, partial_rotary_factor=partial))
