@@ -10,7 +10,10 @@ SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
 NARROW = SIZES | {"ffn": 32}
 MIXTURE_CASES = [
     mixtral_model(name="full", **(SIZES | {"ffn": 24, "vocab": 89})),
-    mixtral_model(name="window-one-kv-head", kv_heads=1, attention_pattern="S", window=9, **(SIZES | {"ffn": 24})),
+    mixtral_model(
+        name="window-one-kv-head-tied", kv_heads=1, tied_embeddings=True, attention_pattern="S", window=9,
+        **(SIZES | {"ffn": 24}),
+    ),
     qwen3_moe_model(name="qk-norm", norm_eps=1e-6, **SIZES),
     qwen3_moe_model(
         name="tied-not-renormalized", kv_heads=1, tied_embeddings=True,

@@ -68,16 +68,17 @@ def _served(cases: Sequence[Model]) -> str:
 
 
 def _out_of_core(cases: Iterable[Model]) -> str:
-    """Return yes, or the fields that out-of-core training refuses."""
-    outcomes = []
+    """Return yes, and the fields that out-of-core training refuses."""
+    runs, refused = False, dict[str, None]()
     for model in cases:
         try:
             check_outofcore_model(model, "bf16")
         except ConfigError as error:
-            outcomes.append(f"no: {str(error).partition('does not compute ')[2].partition('=')[0]}")
+            refused[str(error).partition("does not compute ")[2].partition("=")[0]] = None
         else:
-            outcomes.append("yes")
-    return ", ".join(dict.fromkeys(outcomes))
+            runs = True
+    fields = ", ".join(refused)
+    return f"no: {fields}" if not runs else f"yes, without {fields}" if fields else "yes"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Recipe rows, `--set tp=4`, the `params` of a sweep and environment variables (`T
 here. Names are unique across the sections of a RunConfig.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmb.config.faults.fault_plan import FaultInjection
@@ -54,7 +54,6 @@ class RopeConfig:
     attention_factor: float = 1.0  # of cosine and sine
     short_factors: tuple[float, ...] = ()  # longrope: of each rotated pair, in sequences within the original context
     long_factors: tuple[float, ...] = ()  # longrope: the same in longer sequences
-    takes_long_factors: bool = False  # longrope: whether the run has such sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +143,6 @@ class Model:
     def attention_kind(self, layer: int) -> str:
         """Return the letter of a layer in the attention pattern."""
         return self.attention_pattern[layer % len(self.attention_pattern)]
-
-    def for_context(self, tokens: int) -> "Model":
-        """Return the model as it computes sequences of up to so many tokens, which longrope depends on."""
-        if self.rope is None or self.rope.scaling != "longrope":
-            return self
-        return replace(self, rope=replace(self.rope, takes_long_factors=tokens > self.rope.original_tokens))
 
     @property
     def window_layers(self) -> int:

@@ -57,25 +57,26 @@ class TokenEmbedding(nn.Embedding):
             super().reset_parameters()
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
+def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device, context_tokens: int = 0) -> Tensor:
     """Return the angular frequency of each of the head_dim / 2 rotated pairs, in radians per token, scaled.
 
     `llama3`: pairs with many rotations within the original context are unscaled, those with few are divided by
     `factor`, with a linear blend between the two bounds (in rotations).
     `yarn`: likewise, but the blend is linear over the index of the pairs, from whole pairs at both bounds.
     `linear`: all pairs are divided by `factor`.
-    `longrope`: each pair is divided by its own number, another one in sequences beyond the original context.
+    `longrope`: each pair is divided by its own number, another one if a run has sequences beyond the original context
+    (`context_tokens`: the longest).
     """
     rotary_dim = int(head_dim * rope.partial_rotary_factor)
     if rotary_dim < head_dim:  # the other pairs do not rotate: see `hf_layout.PartialRotaryLayout`
-        whole = rope_frequencies(replace(rope, partial_rotary_factor=1.0), rotary_dim, device)
+        whole = rope_frequencies(replace(rope, partial_rotary_factor=1.0), rotary_dim, device, context_tokens)
         return F.pad(whole, (0, (head_dim - rotary_dim) // 2))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.scaling == "linear":
         return frequencies / rope.factor
     if rope.scaling == "longrope":
-        factors = rope.long_factors if rope.takes_long_factors else rope.short_factors
+        factors = rope.long_factors if context_tokens > rope.original_tokens else rope.short_factors
         return frequencies / torch.tensor(factors, dtype=torch.float32, device=device)
     if rope.scaling == "llama3":
         rotations = rope.original_tokens * frequencies / (2 * math.pi)
@@ -116,8 +117,9 @@ class RotaryPairs(NamedTuple):
     factors_D: Tensor | None  # of cosine and sine; none: 1
 
     @classmethod
-    def of(cls, rope: RopeConfig, head_dim: int, device: torch.device) -> "RotaryPairs":
-        frequencies_D, factors_D = rope_frequencies(rope, head_dim, device), None
+    def of(cls, rope: RopeConfig, head_dim: int, device: torch.device, context_tokens: int = 0) -> "RotaryPairs":
+        """Return the pairs of a run whose longest sequence has `context_tokens`."""
+        frequencies_D, factors_D = rope_frequencies(rope, head_dim, device, context_tokens), None
         if rope.attention_factor != 1.0:
             factors_D = torch.full_like(frequencies_D, rope.attention_factor)
             factors_D[int(head_dim * rope.partial_rotary_factor) // 2 :] = 1.0  # those that do not rotate stay
@@ -130,9 +132,9 @@ class RotaryPairs(NamedTuple):
         return (cos_TD, sin_TD) if self.factors_D is None else (cos_TD * self.factors_D, sin_TD * self.factors_D)
 
 
-def rope_table(rope: RopeConfig, head_dim: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+def rope_table(rope: RopeConfig, head_dim: int, positions_T: Tensor, context_tokens: int = 0) -> tuple[Tensor, Tensor]:
     """Return the RoPE cosine and sine of positions, [T, head_dim / 2] in fp32."""
-    return RotaryPairs.of(rope, head_dim, positions_T.device).table(positions_T)
+    return RotaryPairs.of(rope, head_dim, positions_T.device, context_tokens).table(positions_T)
 
 
 @cache

@@ -77,9 +77,10 @@ def _norm(model: Model, has_norm: bool, absent: type[nn.Module]) -> nn.Module:
 class Decoder(nn.Module):
     """Decoder-only transformer. With tied embeddings the head uses the embedding's weight.
 
-    Parallelism replaces attributes: the positions of the tokens, the loss function, the weight of a micro-batch's loss,
-    whether this is the first or last pipeline stage, and how other stages attach their routers' auxiliary losses. A
-    stage keeps the global layer indices in `layers`, and so the parameter names. Precision sets `fp8_scaling`.
+    Parallelism replaces attributes: the positions of the tokens, the longest sequence, the loss function, the weight of
+    a micro-batch's loss, whether this is the first or last pipeline stage, and how other stages attach their routers'
+    auxiliary losses. A stage keeps the global layer indices in `layers`, and so the parameter names. Precision sets
+    `fp8_scaling`.
     """
 
     residual_projections: tuple[str, ...] = ("attention.o.weight", ".down.weight")
@@ -95,6 +96,7 @@ class Decoder(nn.Module):
         self.head = None if model.tied_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)
         self.first = self.last = True
         self.positions: Callable[[int, torch.device], Tensor] = sequential_positions
+        self.context_tokens: int | None = None  # of the longest sequence, for longrope; none: that of the input
         self.cross_entropy: Callable[..., Tensor] = chunked_cross_entropy
         self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = attach_aux_loss
         self.loss_weight = 1.0
@@ -140,9 +142,10 @@ class Decoder(nn.Module):
         if self.rope is None:
             return {}
         positions_T = self.positions(x_BTC.shape[1], x_BTC.device)
-        full = rope_table(self.rope, self.rope_dim, positions_T)
+        context = self.context_tokens or x_BTC.shape[1]
+        full = rope_table(self.rope, self.rope_dim, positions_T, context)
         local = self.model.local_rope
-        return {"F": full, "S": full if local is None else rope_table(local, self.rope_dim, positions_T)}
+        return {"F": full, "S": full if local is None else rope_table(local, self.rope_dim, positions_T, context)}
 
     def head_weight(self) -> Tensor:
         """Return the weight [V, C] of the head."""

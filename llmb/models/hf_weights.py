@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,16 @@ MXFP4_SUFFIXES = ("_blocks", "_scales")
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Prefix in files of what `transformers` calls "model." in memory, where they differ.
 HF_PREFIXES = {"nemotron_h": "backbone."}
+# Of a model with a vision tower the text model is loaded. Prefix of its tensors in files -> without the tower.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+EXPERT = "{expert}"  # in names of files that hold one tensor for each expert
+COMPARED_ROWS = 4096  # at a time
 
 
 def save_weights(
@@ -112,29 +122,46 @@ def save_tensors(
 def load_weights(network: Network, folder: Path) -> None:
     """Load a folder into the network, keeping the dtypes and devices of its tensors."""
     tensors, stored = hf_tensors(network), stored_tensors(folder)
-    missing = {name for name in tensors if name not in stored and mxfp4_names(name)[0] in stored}
-    expected = {name: tensor.shape for name, tensor in tensors.items() if name not in missing}
-    for name in missing:
-        expected |= dict(zip(mxfp4_names(name), tensors[name].mxfp4_shapes, strict=True))
-    check_stored(folder, expected, stored)
+    check_folder(network, folder, stored)
     for name, tensor in tensors.items():
         if tensor.is_expert_matrix:
-            read = _read_mxfp4_expert if name in missing else _read_expert
             for expert in range(tensor.shape[0]):
-                tensor.load_expert(expert, read(name, expert, stored))
+                tensor.load_expert(expert, _read_expert(name, expert, stored))
         else:
             tensor.load(_read(name, stored))
+
+
+def check_folder(network: Network, folder: Path, stored: dict[str, "StoredTensor"]) -> None:
+    """Refuse a folder whose tensors are not those of the network, stacks of experts as they are or in MXFP4."""
+    expected: dict[str, list[int]] = {}
+    for name, tensor in hf_tensors(network).items():
+        if name not in stored and mxfp4_names(name)[0] in stored:
+            expected |= dict(zip(mxfp4_names(name), tensor.mxfp4_shapes, strict=True))
+        else:
+            expected[name] = tensor.shape
+    _check_names(folder, expected, stored)
+    _check_shapes(folder, expected, stored)
+
+
+def read_expert(hf_name: str, expert: int, layout: HfLayout | None, stored: dict[str, "StoredTensor"]) -> Tensor:
+    """Return one expert of our tensor, its dimension 0 kept, from its own file tensor or from the stack of all."""
+    if EXPERT in hf_name:
+        return _read(hf_name.format(expert=expert), stored)[None]
+    assert layout is not None
+    return layout.from_hf(_read_expert(hf_name, expert, stored))
 
 
 def _read(name: str, stored: dict[str, "StoredTensor"]) -> Tensor:
     # Opened for each tensor: pages read of an open file count as memory of this process until it is closed.
     with open_safetensors(stored[name].file) as shard:
-        return shard.get_tensor(name)
+        return shard.get_tensor(stored[name].name)
 
 
 def _read_expert(name: str, expert: int, stored: dict[str, "StoredTensor"]) -> Tensor:
+    if name not in stored:
+        return _read_mxfp4_expert(name, expert, stored)
     with open_safetensors(stored[name].file) as shard:
-        experts: Any = shard.get_slice(name)
+        experts: Any = shard.get_slice(stored[name].name)
         rows: Tensor = experts[expert : expert + 1]
         return rows
 
@@ -215,7 +242,7 @@ def hf_tensors(network: Network) -> dict[str, FileTensor]:
     state, layouts = network.state_dict(), type(network).hf_layouts(network.model)
     tensors: dict[str, FileTensor] = {}
     for name, hf_name in hf_names(network).items():
-        if "{expert}" in hf_name:
+        if EXPERT in hf_name:
             for expert, tensor in enumerate(state[name].unbind()):
                 tensors[hf_name.format(expert=expert)] = FileTensor((name,), (tensor,), (layouts.get(name),))
         else:
@@ -267,19 +294,45 @@ class StoredTensor:
     """File, shape and dtype of a tensor on disk."""
 
     file: Path
+    name: str  # in the file
     shape: list[int]
     dtype: str  # as safetensors calls it: BF16, F8_E4M3
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder by name."""
+    """Return every tensor of a folder's text model by name."""
     stored = {}
     for file in _files(folder):
         with open_safetensors(file) as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
-                tensor = shard.get_slice(name)
-                stored[name] = StoredTensor(file, tensor.get_shape(), tensor.get_dtype())
+                if not name.startswith(VISION_PREFIXES):
+                    tensor = shard.get_slice(name)
+                    stored[_text_name(name)] = StoredTensor(file, name, tensor.get_shape(), tensor.get_dtype())
     return stored
+
+
+def _text_name(name: str) -> str:
+    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+    return TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+
+
+def unused_tensors(expected: Container[str], stored: dict[str, StoredTensor]) -> set[str]:
+    """Return stored tensors that a network does not need: older files' RoPE frequencies, a copy of a tied head."""
+    unused = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
+    if HEAD in stored and HEAD not in expected and EMBEDDING in stored and _are_equal(stored[HEAD], stored[EMBEDDING]):
+        unused.add(HEAD)
+    return unused
+
+
+def _are_equal(left: StoredTensor, right: StoredTensor) -> bool:
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        return False
+    with open_safetensors(left.file) as left_file, open_safetensors(right.file) as right_file:
+        left_rows, right_rows = left_file.get_slice(left.name), right_file.get_slice(right.name)
+        return all(
+            torch.equal(left_rows[first : first + COMPARED_ROWS], right_rows[first : first + COMPARED_ROWS])
+            for first in range(0, left.shape[0], COMPARED_ROWS)
+        )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -308,14 +361,9 @@ def open_safetensors(file: Path) -> Iterator[safe_open]:
         raise ConfigError(f"{file} is cut off or not a safetensors file: {error}") from error
 
 
-def check_stored(folder: Path, expected: dict[str, list[int]], stored: dict[str, StoredTensor]) -> None:
-    """Refuse a folder whose tensors have other names or shapes than the model's."""
-    _check_names(folder, expected, stored)
-    _check_shapes(folder, expected, stored)
-
-
-def _check_names(folder: Path, tensors: Iterable[str], stored: Iterable[str]) -> None:
-    missing, extra = sorted(set(tensors) - set(stored)), sorted(set(stored) - set(tensors))
+def _check_names(folder: Path, expected: dict[str, list[int]], stored: dict[str, StoredTensor]) -> None:
+    missing = sorted(expected.keys() - stored.keys())
+    extra = sorted(stored.keys() - expected.keys() - unused_tensors(expected, stored))
     errors = [f"lacks {summarize_names(missing, 'tensor')}"] * bool(missing)
     errors += [f"has {summarize_names(extra, 'tensor')} that the model does not"] * bool(extra)
     if errors:

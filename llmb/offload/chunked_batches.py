@@ -55,9 +55,9 @@ class ChunkedBatches:
                 self._chunks[chunk.group].append(chunk)
         # For the rows of a group of whole sequences; packed documents index it by position.
         in_order_T = sequential_positions(plan.seqlen, device).repeat(plan.seqs_per_group)
-        full = rope_config(model.for_context(plan.seqlen))
+        full = rope_config(model)
         ropes = {"F": full, "N": full, "S": model.local_rope or full}  # N: given, and left alone
-        tables = {rope: rope_table(rope, model.head_dim, in_order_T) for rope in set(ropes.values())}
+        tables = {rope: rope_table(rope, model.head_dim, in_order_T, plan.seqlen) for rope in set(ropes.values())}
         self._rope_tables = {kind: tables[rope] for kind, rope in ropes.items()}
 
     def step(self, step: int) -> list[GroupBatch]:

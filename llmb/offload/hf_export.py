@@ -19,12 +19,11 @@ from torch import Tensor
 
 from llmb.config.spec import Model
 from llmb.models.architectures import ARCHITECTURES
-from llmb.models.hf_weights import SHARD_BYTES, FileTensor, save_tensors
+from llmb.models.hf_weights import EXPERT, SHARD_BYTES, FileTensor, save_tensors
 from llmb.offload.bucket_params import ParamSlice, param_slices
 from llmb.offload.buffer_views import bucket_tensors
 from llmb.perfmodel.offload.buffers import ParamBuckets
 
-EXPERT = "{expert}"  # in names of files that hold one tensor for each expert
 BucketTensors = tuple[int, dict[str, Tensor]]  # its number, and its flat tensors: the weights are "param"
 
 

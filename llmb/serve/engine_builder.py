@@ -11,7 +11,6 @@ differently. A draft model for speculative decoding has a cache of its own in th
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -65,8 +64,8 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int, short
     device = rank_info.device
     if rank_info.rank == 0 and work.cuda_graphs and device.type == "cuda" and not uses_cuda_graphs(groups, work):
         print("CUDA graphs are off: they need a single rank, as collectives are not captured", flush=True)
-    config = replace(config, model=config.model.for_context(max_seq_len))
-    model = build_served_model(config.model, weight_source(config, device), serving_dtypes(config), groups)
+    source = weight_source(config, device)
+    model = build_served_model(config.model, source, serving_dtypes(config), groups, max_seq_len)
     if rank_info.rank == 0 and config.model.window_layers and uses_prefix_cache(model, work):
         print("prefix_cache: layers with a sliding window keep whole sequences, to share their blocks", flush=True)
     draft = build_draft(config, max_seq_len, device, groups)
@@ -83,8 +82,7 @@ def build_draft(config: RunConfig, max_seq_len: int, device: torch.device, group
     if drafting is None:
         return None
     source = weight_source(config if drafts_by_first_layers(config) else drafting, device)
-    model = drafting.model.for_context(max_seq_len)
-    return build_served_model(model, source, serving_dtypes(drafting), groups)
+    return build_served_model(drafting.model, source, serving_dtypes(drafting), groups, max_seq_len)
 
 
 def engine_for_model(

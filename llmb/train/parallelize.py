@@ -109,7 +109,9 @@ def build_optimizer(model_parts: list[Network], workload: Training, mesh: Mesh) 
 def build_meta_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list[Network]:
     """Build the parallelized model parts on the meta device."""
     with torch.device("meta"):
-        model_parts = build_stages(build_model(config.model.for_context(workload.seqlen)), mesh)
+        network = build_model(config.model)
+        network.context_tokens = workload.seqlen  # of which a rank may have a shard
+        model_parts = build_stages(network, mesh)
         for model_part, stage in zip(model_parts, rank_stages(config, mesh.index("pp")), strict=True):
             stage_workload = replace(workload, recompute_layers=stage.recomputed, offload_layers=stage.offloaded)
             apply_passes(model_part, config, stage_workload, mesh)

@@ -77,6 +77,17 @@ def test_weights_that_are_stored_in_fp8_are_served_in_fp8_where_the_gpu_can(tmp_
     assert run_of(tmp_path, stored, *serve, "h100", "--dtype", "bf16").precision.dtype == "bf16"
 
 
+def test_serving_and_out_of_core_training_take_the_weights_of_a_folder(tmp_path: Path) -> None:
+    fp8 = {"quantization_config": {"quant_method": "fp8"}}
+    weights = lambda task, config: run_of(tmp_path, config, "--task", task).workload.weights  # noqa: E731
+    assert [weights(task, TINY) for task in ("serve", "offload")] == [None, None]
+    (tmp_path / "my-model" / "model.safetensors").write_bytes(b"")
+    folder = str((tmp_path / "my-model").resolve())
+    assert [weights(task, TINY) for task in ("serve", "offload")] == [folder, folder]
+    assert [weights(task, TINY | fp8) for task in ("serve", "offload")] == [folder, None]  # only serving reads fp8
+    assert [weights(task, QWEN3_8B) for task in ("serve", "offload")] == [None, None]  # a proxy
+
+
 def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: Path) -> None:
     tiny, large = run_of(tmp_path, TINY), run_of(tmp_path, QWEN3_8B)
     assert (tiny.machine.gpu, tiny.model.layers, tiny.model.hidden, tiny.proxy) == ("cpu", 2, 64, None)

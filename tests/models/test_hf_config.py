@@ -162,7 +162,7 @@ UNSUPPORTED = [
     (LLAMA_8B | {"model_type": ["llama"]}, "unknown model_type of config.json"),
     ([LLAMA_8B], "config.json: expected a mapping"),
     (LLAMA_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-    (LLAMA_8B | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+    (LLAMA_8B | {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
     (LLAMA_8B | {"attention_bias": True, "model_type": "phi3"}, "attention_bias=True is not supported"),
     (LLAMA_8B | {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; only 0.0 is"),
     (

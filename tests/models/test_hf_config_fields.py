@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
 
 TOLERANCE = 1e-4  # relative to the largest logit, fp32
+LEFT_OUT = "left out"  # in place of a value
 TOKENS = torch.arange(48).reshape(1, 48) * 7 % 61
 
 MODELS: dict[str, Model] = {
@@ -98,6 +99,10 @@ NOT_OF_THE_NETWORK = {
     "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "is_encoder_decoder",
 }  # fmt: skip
 
+# What `transformers` raises for values that it does not take.
+INVALID_CONFIG = (
+    RuntimeError, TypeError, ValueError, KeyError, AttributeError, AssertionError, StrictDataclassError,
+)  # fmt: skip
 # Fields of which `transformers` itself refuses all new values, or fails with them.
 INVALID: dict[str, set[str]] = {
     "llama": {"partial_rotary_factor"},
@@ -138,7 +143,7 @@ def logits_of(network: PreTrainedModel) -> Tensor:
 
 
 def our_logits(model: Model, folder: Path) -> Tensor:
-    network = build_model(model.for_context(TOKENS.shape[1]))
+    network = build_model(model)
     load_weights(network, folder)
     with torch.no_grad():
         return network(TOKENS)
@@ -191,19 +196,82 @@ def changes(model_type: str, base: dict[str, Any]) -> Iterator[tuple[str, Any, d
             if name == "num_hidden_layers" and base.get("layer_types"):
                 change["layer_types"] = base["layer_types"][:value]
             yield name, value, base | (change if section is None else {section: base[section] | change})
+        if section is None:
+            yield name, LEFT_OUT, {field: value for field, value in base.items() if field != name}
 
 
-def problem_of(name: str, config: dict[str, Any], network: PreTrainedModel, folder: Path) -> str | None:
+def problem_of(names: Collection[str], config: dict[str, Any], network: PreTrainedModel, folder: Path) -> str | None:
     """Return what is wrong with how we read a changed config.json; None: honoured as there, or refused by name."""
     expected = logits_of(network)
     try:
         network.save_pretrained(folder)
         actual = our_logits(from_hf_config(config), folder)
     except ConfigError as error:
-        return None if name in str(error) else f"refused without its name: {error}"
+        return None if any(name in str(error) for name in names) else f"refused without its name: {error}"
     if not differ(actual, expected):
         return None
     return f"logits differ by {((actual - expected).abs().max() / expected.abs().max()).item():.0%}"
+
+
+# RoPE as files of older and newer versions of `transformers` describe it.
+ROPE_SECTIONS: list[dict[str, Any]] = [
+    {},
+    {"rope_type": "default", "rope_theta": 50.0},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "linear", "factor": 2.0},
+    {"type": "dynamic", "factor": 2.0},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "type": "linear", "factor": 4.0, "beta_fast": None},
+    {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16, "truncate": None},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 0.7},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [1.5] * 4, "long_factor": [2.5] * 4},
+    {"type": "default", "mrope_section": [1, 1, 2]},
+    {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": None},
+    {"full_attention": {"type": "yarn", "factor": 4.0}, "sliding_attention": {"rope_theta": 50.0}},
+]
+# Beside such a section.
+ROPE_FIELDS: list[dict[str, Any]] = [
+    {"rope_theta": 100.0},
+    {},
+    {"max_position_embeddings": 64, "original_max_position_embeddings": 8},
+]
+
+
+def rope_configs(base: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a config.json for each section, under both names, alone and beside the newer one of the base."""
+    bare = {name: value for name, value in base.items() if not name.startswith("rope_")}
+    for fields_beside in ROPE_FIELDS:
+        for section in ROPE_SECTIONS:
+            for alone in ({"rope_scaling": section}, {"rope_parameters": section}):
+                yield bare | fields_beside | alone
+            yield base | fields_beside | {"rope_scaling": section}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(each, marks=() if each in ("llama", "gemma3_text", "gpt_oss") else pytest.mark.nightly)
+        for each, model in MODELS.items()
+        if model.rope
+    ],
+)
+def test_rope_sections_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path) -> None:
+    base, problems, compared = base_config(model_type), {}, 0
+    for number, config in enumerate(rope_configs(base)):
+        try:
+            network = reference(config)
+            logits_of(network)
+        except INVALID_CONFIG:
+            continue
+        compared += 1
+        rope = {name: value for name, value in config.items() if name.startswith("rope_")}
+        names = {"rope_", *rope.get("rope_scaling", {}), *rope.get("rope_parameters", {})}
+        if (problem := problem_of(names, config, network, tmp_path / str(number))) is not None:
+            problems[str(rope)] = problem
+    assert compared > 30
+    assert not problems, "\n".join(f"{section}: {problem}" for section, problem in problems.items())
 
 
 IN_EVERY_TEST_RUN = {"llama", "phi3", "gemma2", "deepseek_v3", "nemotron_h"}
@@ -224,11 +292,13 @@ def test_every_field_is_honoured_or_refused(model_type: str, tmp_path: Path) -> 
         try:
             changed = reference(config)
             logits_of(changed)
-        except (RuntimeError, TypeError, ValueError, KeyError, StrictDataclassError):
+        except INVALID_CONFIG:
             invalid.add(name)
             continue
-        valid.add(name)
-        if (problem := problem_of(name, config, changed, tmp_path / str(number))) is not None:
+        if value is not LEFT_OUT:
+            valid.add(name)
+        names = {name, ALIASES.get(model_type, {}).get(name, name)}
+        if (problem := problem_of(names, config, changed, tmp_path / str(number))) is not None:
             problems[f"{name}={value}"] = problem
     assert invalid - valid == INVALID.get(model_type, set())
     assert not problems, "\n".join(f"{field}: {problem}" for field, problem in problems.items())

@@ -204,6 +204,43 @@ def test_damaged_folder_is_rejected_and_the_network_unchanged(
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
+def edit_file(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+
+
+TIED = replace(LLAMA, name="llama-tied", tied_embeddings=True)
+
+
+@pytest.mark.parametrize("prefixes", [("language_model.model.", ""), ("model.language_model.", "model.")])
+def test_the_text_model_of_a_folder_with_a_vision_tower_is_loaded(prefixes: tuple[str, str], tmp_path: Path) -> None:
+    """Files of Gemma 3 hold both, under names of older and of newer versions."""
+    text, other = prefixes
+    network, result = network_of(TIED), build_model(TIED)
+    save_weights(network, tmp_path / "out", torch.float32)
+    vision = {
+        f"{other}{name}.weight": torch.ones(2, 3) for name in ("vision_tower.encoder", "multi_modal_projector.mm")
+    }
+    edit_file(
+        tmp_path / "out",
+        lambda tensors: {name.replace("model.", text, 1): tensor for name, tensor in tensors.items()} | vision,
+    )
+    load_weights(result, tmp_path / "out")
+    assert all(torch.equal(tensor, result.state_dict()[name]) for name, tensor in network.state_dict().items())
+
+
+def test_a_copy_of_a_tied_head_and_rope_frequencies_are_not_needed(tmp_path: Path) -> None:
+    network, result, folder = network_of(TIED), build_model(TIED), tmp_path / "out"
+    save_weights(network, folder, torch.float32)
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    embedding = network.embedding.weight.detach()
+    edit_file(folder, lambda tensors: tensors | frequencies | {"lm_head.weight": embedding.clone()})
+    load_weights(result, folder)
+    assert torch.equal(result.embedding.weight, embedding)
+    edit_file(folder, lambda tensors: tensors | {"lm_head.weight": embedding + 1})
+    with pytest.raises(ConfigError, match=r"has 1 tensor \(lm_head\.weight\) that the model does not"):
+        load_weights(result, folder)
+
+
 def test_saving_is_atomic_and_never_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = network_of(LLAMA)
     (tmp_path / "used").mkdir()

@@ -21,6 +21,8 @@ def _config(model_type: str, sizes: tuple[int, ...], **fields: Any) -> dict[str,
 
 
 GEMMA: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
+# Counts as public records print them to the last digit: `safetensors.total` of the Hub, parameter counts of GGUF files,
+# presets of Keras Hub; of Gemma 2 the sums of its technical report (embedding and non-embedding parameters).
 PUBLISHED: dict[str, tuple[dict[str, Any], int, str]] = {  # config.json, parameters, attention pattern
     "Qwen2.5-7B": (
         _config("qwen2", (152_064, 3584, 18_944, 28, 28, 4), rope_theta=1e6, use_sliding_window=False,

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from llmb.config.huggingface.hf_config import load_hf_config
 from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
-from llmb.models.hf_weights import load_weights
+from llmb.models.hf_weights import load_weights, save_weights
 from llmb.offload.bucket_params import param_slices
 from llmb.offload.buffer_views import bucket_tensors
 from llmb.offload.hf_export import export
+from llmb.offload.hf_import import load_hf_buckets
 from llmb.perfmodel.offload.buffers import ParamBuckets, padded_numel
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -103,6 +105,34 @@ def test_every_architecture_is_exported(tmp_path: Path, model: Model) -> None:
     load_weights(result, tmp_path / "out")
     for name, parameter in network.named_parameters():
         torch.testing.assert_close(result.get_parameter(name), parameter, rtol=0, atol=1e-6)  # of 1 + offset
+    assert_imported(tmp_path / "out", network, 1e-6)
+
+
+def assert_imported(folder: Path, network: Network, tolerance: float) -> None:
+    """Assert that a run which begins with these files holds the weights of the network."""
+    buckets, imported = ParamBuckets(network.model), {}
+
+    @contextmanager
+    def edit_tensors(bucket: int) -> Iterator[list[Tensor]]:
+        shapes = buckets.tensors(bucket)
+        imported[bucket] = bucket_tensors(torch.full((padded_numel(shapes),), torch.nan), shapes)
+        yield imported[bucket]
+
+    load_hf_buckets(folder, network.model, edit_tensors, torch.device("cpu"))
+    for bucket, tensors in imported.items():
+        for place in param_slices(network.model, bucket):
+            expected = network.get_parameter(place.name).detach()[place.source]
+            torch.testing.assert_close(tensors[place.tensor][place.rows], expected, rtol=0, atol=tolerance)
+    assert len(imported) == buckets.count
+
+
+def test_experts_in_mxfp4_are_imported(tmp_path: Path) -> None:
+    model = replace(MIXTURE_CASES[-1], hidden=64)  # whole groups of 32
+    network, result = network_of(model), build_model(model)
+    save_weights(network, tmp_path / "out", torch.float32, mxfp4_experts=True)
+    load_weights(result, tmp_path / "out")
+    assert not torch.equal(result.layers[0].mlp.up.weight, network.layers[0].mlp.up.weight)
+    assert_imported(tmp_path / "out", result, 0.0)
 
 
 def test_non_empty_folder_is_refused(tmp_path: Path) -> None:
@@ -116,6 +146,7 @@ MEMORY = """
 import resource, sys, torch
 from pathlib import Path
 from llmb.offload.hf_export import export
+from llmb.offload.hf_import import load_hf_buckets
 from llmb.perfmodel.offload.buffers import ParamBuckets, padded_numel
 from llmb.config.spec import Model
 

@@ -157,7 +157,10 @@ def _transformers_logits(folder: Path) -> Callable[[Tensor], Tensor]:
     settings = {"max_new_tokens": MAX_OUTPUT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def generate(prompt_ids: Tensor) -> Tensor:
-        outputs = network.generate(prompt_ids, **settings, output_logits=True, return_dict_in_generate=True)
+        mask = torch.ones_like(prompt_ids)  # without it, token 0 of a prompt would count as padding
+        outputs = network.generate(
+            prompt_ids, attention_mask=mask, **settings, output_logits=True, return_dict_in_generate=True
+        )
         logits_TV = torch.cat(outputs.logits)
         assert outputs.sequences[0, prompt_ids.shape[1] :].tolist() == logits_TV.argmax(dim=-1).tolist()
         return logits_TV
@@ -190,8 +193,9 @@ def config_of(model: Model, folder: Path | None, **changes: Any) -> RunConfig:
     return changed(CONFIG, model=model, weights=weights, **changes)
 
 
-def served_model_for(config: RunConfig) -> ServedModel:
-    return build_served_model(config.model, weight_source(config, CPU), serving_dtypes(config), RankGroups(device=CPU))
+def served_model_for(config: RunConfig, context_tokens: int = 0) -> ServedModel:
+    groups = RankGroups(device=CPU)
+    return build_served_model(config.model, weight_source(config, CPU), serving_dtypes(config), groups, context_tokens)
 
 
 def engine_for(served_model: ServedModel, blocks: int = 256, longest: int = MAX_SEQ_LEN, **settings: Any) -> Engine:

@@ -53,7 +53,7 @@ def test_every_dense_architecture_has_a_case() -> None:
 def test_training_and_serving_match_transformers(model: Model, tmp_path: Path) -> None:
     reference, folder = reference_network(model), tmp_path / "weights"
     reference.save_pretrained(folder)
-    network = build_model(load_hf_config(folder).for_context(TOKENS))
+    network = build_model(load_hf_config(folder))
     load_weights(network, folder)
     assert parameters(model) == sum(parameter.numel() for parameter in network.parameters())
     sizes = sum(parameter.numel() for parameter in network.layers[0].parameters())
@@ -97,8 +97,8 @@ def _compare_serving(model: Model, reference: PreTrainedModel, folder: Path) -> 
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(model.vocab, (count,), generator=generator).tolist() for count in PROMPTS]
     settings = {"max_new_tokens": OUTPUT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    config = config_of(model.for_context(max(PROMPTS) + OUTPUT), folder)
-    engine = engine_for(served_model_for(config), 32, block_tokens=4, max_num_tokens=9)
+    served = served_model_for(config_of(model, folder), context_tokens=max(PROMPTS) + OUTPUT)
+    engine = engine_for(served, 32, block_tokens=4, max_num_tokens=9)
     requests = [
         Request(request_id=number, prompt=tuple(prompt), max_tokens=OUTPUT) for number, prompt in enumerate(prompts)
     ]

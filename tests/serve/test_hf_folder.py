@@ -227,11 +227,13 @@ def test_ignored_tensors_are_noted(tmp_path: Path) -> None:
     layer = "model.layers.0.self_attn"
     more = {f"{layer}.o_proj.input_scale": torch.ones(()), f"{layer}.k_proj.k_scale": torch.ones(())}
     more |= {f"model.layers.2.{name}.weight": torch.ones(3) for name in ("eh_proj", "enorm")}
+    more |= {f"{layer}.rotary_emb.inv_freq": torch.ones(3), "vision_tower.encoder.weight": torch.ones(3)}
     changed(tmp_path / "w", lambda tensors: tensors.update(more))
     notes = weights_of(DEEPSEEK, tmp_path / "w").notes
     assert sorted(notes) == [
         "1 tensors of the folder are not used: input_scale",
         "1 tensors of the folder are not used: k_scale",
+        "1 tensors of the folder are not used: rotary_emb.inv_freq",
         "2 tensors of the folder are not used: multi-token prediction",
     ]
 

@@ -10,7 +10,7 @@ from small_served import SINGLE_RANK_INFO, config_of
 
 from llmb.config.huggingface.hf_config import from_hf_config
 from llmb.config.proxy import small_proxy
-from llmb.config.spec import Model, RopeConfig, Training
+from llmb.config.spec import Model, Training
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.blocks import RotaryPairs
@@ -32,25 +32,26 @@ PHI_4_MINI = {
 }  # fmt: skip
 
 
-def frequencies(rope: RopeConfig) -> torch.Tensor:
-    return RotaryPairs.of(rope, MODEL.head_dim, torch.device("cpu")).frequencies_D
+def frequencies(context_tokens: int) -> torch.Tensor:
+    return RotaryPairs.of(MODEL.rope, MODEL.head_dim, torch.device("cpu"), context_tokens).frequencies_D
 
 
-@pytest.mark.parametrize(("tokens", "is_long"), [(ORIGINAL, False), (ORIGINAL + 1, True)])
-def test_engines_take_the_factors_of_their_longest_sequence(tokens: int, is_long: bool) -> None:
-    expected = frequencies(replace(MODEL.rope, takes_long_factors=is_long))
-    assert not torch.equal(expected, frequencies(replace(MODEL.rope, takes_long_factors=not is_long)))
+@pytest.mark.parametrize(("tokens", "other_tokens"), [(ORIGINAL, ORIGINAL + 1), (ORIGINAL + 1, ORIGINAL)])
+def test_engines_take_the_factors_of_their_longest_sequence(tokens: int, other_tokens: int) -> None:
+    expected = frequencies(tokens)
+    assert not torch.equal(expected, frequencies(other_tokens))
     engine = build_engine(config_of(MODEL, None), SINGLE_RANK_INFO, max_seq_len=tokens)
     assert torch.equal(engine.runner.model.rotary.frequencies_D, expected)
     training = Training(seqlen=tokens, mbs=1, gbs=1, ga=1, lr=1e-3)
     config = replace(config_of(MODEL, None), workload=training)
     (network,) = build_meta_parts(config, training, Mesh(0, 1, torch.device("cpu")))
-    assert network.rope.takes_long_factors == is_long
+    factors = torch.tensor([MODEL.rope.attention_factor] * 3 + [1.0])  # of a head's 4 pairs 3 rotate
+    shard_cos_TD, _ = network.rope_tables(torch.zeros(1, 2, 1))["F"]  # two tokens of a longer sequence
+    torch.testing.assert_close(shard_cos_TD, (torch.arange(2)[:, None] * expected).cos() * factors)
     batches = ChunkedBatches(
         MODEL, replace(LEAST, seqlen=tokens, chunk_tokens=tokens), 0, None, False, torch.device("cpu")
     )
     cos_TD, _ = batches.rope_rows(batches.step(1)[0], slice(0, tokens))
-    factors = torch.tensor([MODEL.rope.attention_factor] * 3 + [1.0])  # of a head's 4 pairs 3 rotate
     torch.testing.assert_close(cos_TD, (torch.arange(tokens)[:, None] * expected).cos() * factors)
 
 

@@ -43,24 +43,26 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     """Make the recipe, and let the options select its only row."""
     from llmb.cli.model_run.fitted_row import fitted_recipe
     from llmb.cli.run_options import run_selection, selected_gpu
-    from llmb.config.huggingface.hf_config import load_hf_config, stored_dtype
+    from llmb.config.huggingface.hf_config import from_hf_config, model_name, read_hf_config, stored_dtype
     from llmb.config.huggingface.model_recipe import model_recipe, published_dtype
     from llmb.config.run_list import tasks_for
     from llmb.errors import ConfigError
 
     path, task = Path(options.model), options.task or "train"
-    model = load_hf_config(path)
+    config = read_hf_config(path)
+    model, stored = from_hf_config(config, model_name(path)), stored_dtype(config)
     gpu = selected_gpu(options) or "cpu"
     options.gpu_type = None if options.proxy and gpu == "cpu" else gpu
     options.scale = options.scale or os.environ.get("JOB_TOTAL_GPUS") or str(_gpus_here(task))
     options.dtype = (
         options.dtype
         or os.environ.get("DTYPE")
-        or ("fp32" if gpu == "cpu" else published_dtype(model, task, stored_dtype(path), gpu))
+        or ("fp32" if gpu == "cpu" else published_dtype(model, task, stored, gpu))
     )
     if not options.scale.isdigit():
         raise ConfigError(f"--model runs at one scale, got --scale {options.scale}")
-    weights = str(path.resolve()) if path.is_dir() and list(path.glob("*.safetensors")) else None
+    is_read = task == "serve" or (task == "offload" and stored != "fp8")
+    weights = str(path.resolve()) if is_read and path.is_dir() and list(path.glob("*.safetensors")) else None
     budgets = _budgets(gpu) if task == "offload" else {}
     recipe = model_recipe(model, task, gpu, int(options.scale), weights, budgets)
     options.workload, options.size = recipe.workload, recipe.default_size

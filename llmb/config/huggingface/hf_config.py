@@ -74,6 +74,7 @@ SUPPORTED_VALUES: HfConfig = {
     "moe_layer_freq": 1,
     "sliding_window": None,
     "dual_chunk_attention_config": None,
+    "compression_config": None,  # older name of quantization_config
     "partial_rotary_factor": 1.0,
     # Only training has them.
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), 0.0),
@@ -110,9 +111,11 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
     model_type = convert(dict[str, Any], config, "config.json").get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
         raise UnknownName("model_type of config.json:", model_type, _READERS)
-    check_quantization(config, ("mxfp4",) if model_type == "gpt_oss" else ("fp8",))
+    formats = ("mxfp4",) if model_type == "gpt_oss" else ("fp8",)
+    check_quantization(config, formats)
     if model_type == "gemma3" and isinstance(config.get("text_config"), dict):  # with a vision tower: the text model
         model_type, config = "gemma3_text", config["text_config"]
+        check_quantization(config, formats)
     config = _without_aliases(config, ALIASES.get(model_type, {}))
     read_fields = next((dense.read_fields for dense in DENSE_MODELS.values() if dense.hf_type == model_type), set())
     if model_type in MIXTURES:
@@ -124,23 +127,31 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
 
 def load_hf_config(path: Path) -> Model:
     """Return the model of a folder in Hugging Face's layout, or of a config.json."""
+    return from_hf_config(read_hf_config(path), model_name(path))
+
+
+def read_hf_config(path: Path) -> HfConfig:
+    """Return the config.json of a folder, or that file."""
     file = _config_file(path)
-    generic = file.name == "config.json"
-    return from_hf_config(read_json(file), file.parent.name if generic else file.stem)
+    if not file.is_file():
+        raise ConfigError(f"cannot read {file}: no such file")
+    return convert(HfConfig, read_json(file), str(file))
 
 
-def stored_dtype(path: Path) -> str | None:
+def model_name(path: Path) -> str:
+    """Return the name of the folder, or of a file that is not called config.json."""
+    file = _config_file(path)
+    return file.parent.name if file.name == "config.json" else file.stem
+
+
+def stored_dtype(config: HfConfig) -> str | None:
     """Return the dtype of a folder's quantized weights, which is the name of the method; none: not quantized."""
-    section = read_json(_config_file(path)).get("quantization_config") or {}
-    return section.get("quant_method")
+    return (config.get("quantization_config") or {}).get("quant_method")
 
 
 def _config_file(path: Path) -> Path:
     path = path.resolve()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"cannot read {file}: no such file")
-    return file
+    return path / "config.json" if path.is_dir() else path
 
 
 def _with_defaults(config: HfConfig, model_type: str) -> HfConfig:
@@ -198,7 +209,7 @@ def _from_deepseek(config: HfConfig) -> dict[str, Any]:
 
 def _mla_rope(config: HfConfig) -> dict[str, Any]:
     """Read RoPE, or YaRN without a factor on cosine and sine."""
-    rope = from_hf_rope(config, "", ("yarn",))
+    rope = from_hf_rope(config, ("yarn",))
     if rope.pop("attention_factor", 1.0) != 1.0:
         raise ConfigError(
             "config.json: rope_type yarn with a factor on cosine and sine (mscale, attention_factor) is not supported "
@@ -286,9 +297,6 @@ def _check_lossless(model: Model, restored: Model) -> None:
         restored = replace(restored, head_dim=model.head_dim)  # MLA has its own head dims
     if restored.experts is not None and model.experts is not None:
         restored = replace(restored, experts=replace(restored.experts, aux_loss=model.experts.aux_loss))
-    if restored.rope is not None and model.rope is not None:
-        takes_long = model.rope.takes_long_factors  # of the run
-        restored = replace(restored, rope=replace(restored.rope, takes_long_factors=takes_long))
     if restored.rope is not None and model.rope is not None and model.rope.scaling == "none":
         partial = restored.rope.partial_rotary_factor
         restored = replace(restored, rope=replace(model.rope, theta=restored.rope.theta, partial_rotary_factor=partial))

@@ -4,10 +4,10 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from llmb.config.huggingface.hf_fields import HfConfig, from_hf, positive_int, required, to_hf
+from llmb.config.huggingface.hf_fields import HfConfig, check_supported, from_hf, positive_int, required, to_hf
 from llmb.config.serialization import convert
 from llmb.config.spec import Model, RopeConfig
-from llmb.errors import UnknownName
+from llmb.errors import ConfigError, UnknownName
 
 SCALED_ROPE_FIELDS = {"factor": "factor", "original_tokens": "original_max_position_embeddings"}
 # Our field -> field of config.json, by type of scaling.
@@ -37,16 +37,15 @@ def to_hf_rope(model: Model) -> HfConfig:
     return config | ({"partial_rotary_factor": rope.partial_rotary_factor} if rope.partial_rotary_factor != 1.0 else {})
 
 
-def from_hf_rope(config: HfConfig, layer_type: str, types: Collection[str]) -> dict[str, Any]:
+def from_hf_rope(config: HfConfig, types: Collection[str], layer_type: str = "") -> dict[str, Any]:
     """Read the older format (rope_theta, rope_scaling) or the newer one (rope_parameters).
 
-    With a layer type, the part for it, where there is one. `types`: of scaling, that the network has.
+    `types`: of scaling, that the network has. `layer_type`: of a model whose layers have different RoPE.
     """
+    section = _section_of_layers(config, layer_type) if layer_type else _section(config)
     fields: HfConfig = {"rope_theta": config.get("rope_theta") or 10_000.0}
     fields |= {name: config[name] for name in ("partial_rotary_factor",) if config.get(name) is not None}
-    for section in ("rope_scaling", "rope_parameters"):
-        values = convert(dict[str, Any], config.get(section) or {}, f"config.json.{section}")
-        fields |= values[layer_type] or {} if layer_type in values else values
+    fields |= {name: value for name, value in section.items() if value is not None}
     partial = fields.get("partial_rotary_factor", 1.0)
     common = {"theta": fields["rope_theta"], **({"partial_rotary_factor": partial} if partial != 1.0 else {})}
     rope_type = str(fields.get("rope_type", fields.get("type", "default")))
@@ -54,13 +53,52 @@ def from_hf_rope(config: HfConfig, layer_type: str, types: Collection[str]) -> d
         return common
     if rope_type not in types:
         raise UnknownName("rope_type of config.json:", rope_type, ("default", *sorted(types)))
+    if "original_tokens" in ROPE_FIELDS[rope_type]:
+        fields["original_max_position_embeddings"] = _original_tokens(config, fields, layer_type)
+    if rope_type in ("yarn", "longrope") and "factor" not in fields:
+        original = positive_int(fields, "original_max_position_embeddings")
+        fields["factor"] = positive_int(config, "max_position_embeddings") / original
     if rope_type == "yarn":
-        fields = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 0.0, "mscale_all_dim": 0.0, **fields}
+        fields = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, **fields}
+        fields["truncate"] = bool(section.get("truncate", True))
         fields["attention_factor"] = _yarn_factor(fields)
     if rope_type == "longrope":
-        fields |= {name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None}
-        fields |= _longrope_factors(config, fields)
+        fields["attention_factor"] = _longrope_factor(fields)
     return {**common, "scaling": rope_type, **from_hf(fields, ROPE_FIELDS[rope_type])}
+
+
+def _section(config: HfConfig) -> HfConfig:
+    """Return the section about all layers: rope_scaling, where a file has both."""
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    section = convert(dict[str, Any], config.get(name) or {}, f"config.json.{name}")
+    for field, value in section.items():
+        if isinstance(value, dict):
+            raise ConfigError(f"config.json: {name}.{field} is not supported; this model has one RoPE in all layers")
+    return section
+
+
+def _section_of_layers(config: HfConfig, layer_type: str) -> HfConfig:
+    """Return the section about one type of layer; rope_scaling is about layers without a sliding window."""
+    scaling, parameters = (
+        convert(dict[str, Any], config.get(name) or {}, f"config.json.{name}")
+        for name in ("rope_scaling", "rope_parameters")
+    )
+    for field, value in parameters.items():
+        if not isinstance(value, dict | None):
+            raise ConfigError(f"config.json: rope_parameters.{field} is not supported; only sections by layer type are")
+    if "type" in scaling and "rope_type" not in scaling:  # versions of `transformers` disagree about it here
+        raise ConfigError("config.json: rope_scaling.type is not supported; only rope_type is")
+    section = (parameters.get(layer_type) or {}) | (scaling if layer_type == "full_attention" else {})
+    check_supported(section, {"truncate": True})  # `transformers` does not read it here
+    return section
+
+
+def _original_tokens(config: HfConfig, fields: HfConfig, layer_type: str) -> int:
+    """Return the context before scaling: of the whole model, of the section, or as if it had not been extended."""
+    name = "original_max_position_embeddings"
+    if not layer_type and config.get(name) is not None:
+        return positive_int(config, name)
+    return positive_int(fields, name) if name in fields else positive_int(config, "max_position_embeddings")
 
 
 def _yarn_factor(fields: HfConfig) -> float:
@@ -77,12 +115,10 @@ def _yarn_factor(fields: HfConfig) -> float:
     return 0.1 * growth + 1.0
 
 
-def _longrope_factors(config: HfConfig, fields: HfConfig) -> HfConfig:
-    """Return the factor of the context, and that of cosine and sine, where config.json has none."""
-    original = positive_int(fields, "original_max_position_embeddings")
-    factor = fields.get("factor") or positive_int(config, "max_position_embeddings") / original
+def _longrope_factor(fields: HfConfig) -> float:
+    """Return the factor on cosine and sine, which grows with the context where config.json has none."""
+    if fields.get("attention_factor") is not None:
+        return convert(float, fields["attention_factor"], "config.json.rope_scaling.attention_factor")
+    original, factor = positive_int(fields, "original_max_position_embeddings"), required(fields, "factor")
     factor = convert(float, factor, "config.json.rope_scaling.factor")
-    attention_factor = fields.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {"factor": factor, "attention_factor": attention_factor}
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -80,11 +80,7 @@ class LlamaLike:
         check_supported(config, self.refused)
         if config.get("num_key_value_heads") is None:
             config["num_key_value_heads"] = config.get("num_attention_heads")
-        rope = from_hf_rope(config, "full_attention", self.rope_types)
-        if not self.has_partial_rotary:
-            check_supported(rope, {"partial_rotary_factor": 1.0})
-        if rope.get("scaling") == "yarn":
-            rope["mscale_all_dim"] = 0.0  # of MLA only
+        rope = self._read_rope(config, "full_attention" if self.has_local_rope else "")
         pattern, window = self._read_layers(config)
         has_bias = bool(config.get("attention_bias")) and self.optional_bias
         fields = from_hf(config, SIZE_FIELDS) | {
@@ -102,8 +98,8 @@ class LlamaLike:
         if self.has_gemma_scalars:
             fields |= _read_gemma_scalars(config)
         if self.has_local_rope and "S" in pattern:
-            local = {"rope_theta": config.get("rope_local_base_freq"), "rope_parameters": config.get("rope_parameters")}
-            fields["local_rope"] = from_hf_rope(local, "sliding_attention", self.rope_types)
+            local = config | {"rope_theta": config.get("rope_local_base_freq")}
+            fields["local_rope"] = self._read_rope(local, "sliding_attention")
         return fields | self.fields
 
     def write(self, model: Model) -> HfConfig:
@@ -138,6 +134,12 @@ class LlamaLike:
             **dict.fromkeys(("attention.q_norm.weight", "attention.k_norm.weight"), model.qk_norm is None),
         }
         return {name: hf_name for name, hf_name in self.names.items() if not missing.get(name)}
+
+    def _read_rope(self, config: HfConfig, layer_type: str) -> dict[str, Any]:
+        rope = from_hf_rope(config, self.rope_types, layer_type)
+        if not self.has_partial_rotary:
+            check_supported(rope, {"partial_rotary_factor": 1.0})
+        return rope | ({"mscale_all_dim": 0.0} if rope.get("scaling") == "yarn" else {})  # of MLA only
 
     def _read_layers(self, config: HfConfig) -> tuple[str, int | None]:
         """Return the attention pattern and the window; none without layers that have one."""

@@ -1,6 +1,5 @@
 """config.json of mixtures of experts: Mixtral, Qwen3-MoE and gpt-oss."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,18 @@ from llmb.config.huggingface.hf_fields import (
     required,
     to_hf,
 )
-from llmb.config.huggingface.hf_rope import SCALED_ROPE_FIELDS
+from llmb.config.huggingface.hf_rope import SCALED_ROPE_FIELDS, from_hf_rope
 from llmb.config.huggingface.llama_like import LAYER_TYPES, LlamaLike, read_layer_types, shortest_period
-from llmb.config.serialization import convert
 from llmb.config.spec import Model, MoEConfig, RopeConfig
-from llmb.errors import ConfigError, UnknownName
+from llmb.errors import ConfigError
 
 # What these have in common with dense models: all but the MLPs.
-MIXTRAL = LlamaLike(architecture="mixtral", class_name="MixtralForCausalLM", layers_by="sliding_window")
+MIXTRAL = LlamaLike(
+    architecture="mixtral",
+    class_name="MixtralForCausalLM",
+    defaults={"rope_theta": 1_000_000.0},
+    layers_by="sliding_window",
+)
 QWEN3_MOE = LlamaLike(architecture="qwen3_moe", class_name="Qwen3MoeForCausalLM", fields={"qk_norm": "head"})
 YARN_FIELDS = SCALED_ROPE_FIELDS | {"beta_fast": "beta_fast", "beta_slow": "beta_slow"}
 # What `transformers` takes for a gpt-oss whose config.json has no RoPE scaling: that of the published models.
@@ -98,7 +101,7 @@ def to_gpt_oss(model: Model) -> HfConfig:
 
 def from_gpt_oss(config: HfConfig) -> dict[str, Any]:
     check_supported(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"})
-    head_dim = config.get("head_dim") or positive_int(config, "hidden_size") // positive_int(
+    head_dim = config.get("head_dim", 64) or positive_int(config, "hidden_size") // positive_int(
         config, "num_attention_heads"
     )
     rope, factor = _yarn(config)
@@ -129,20 +132,13 @@ def from_gpt_oss(config: HfConfig) -> dict[str, Any]:
 
 def _yarn(config: HfConfig) -> tuple[dict[str, Any], float]:
     """Read YaRN, or RoPE without scaling, and return its factor on cosine and sine beside it."""
-    fields: HfConfig = {"rope_theta": config.get("rope_theta", 150_000.0), "truncate": True}
-    sections = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)}
-    for name, section in (sections or {"rope_parameters": GPT_OSS_YARN}).items():
-        fields |= convert(dict[str, Any], section, f"config.json.{name}")
-    rope_type = str(fields.get("rope_type", "default"))
-    if rope_type == "default":
-        return {"theta": fields["rope_theta"]}, 1.0
-    if rope_type != "yarn":
-        raise UnknownName("rope_type of config.json:", rope_type, ("default", "yarn"))
-    check_supported(fields, dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim")))
-    fields = {"beta_fast": 32.0, "beta_slow": 1.0, **fields}
-    rope = {"theta": fields["rope_theta"], "scaling": "yarn", "truncate": fields["truncate"]}
-    factor = convert(float, required(fields, "factor"), "config.json.rope_parameters.factor")
-    return rope | from_hf(fields, YARN_FIELDS), 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    if not config.get("rope_scaling") and config.get("rope_parameters") is None:
+        config = config | {"rope_parameters": GPT_OSS_YARN}
+    section = config.get("rope_scaling") or config["rope_parameters"]
+    rope = from_hf_rope({"rope_theta": 150_000.0, **config}, ("yarn",))
+    check_supported(section, dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim")))
+    check_supported(rope, {"partial_rotary_factor": 1.0})
+    return rope, rope.pop("attention_factor", 1.0)
 
 
 def _experts_of(model: Model) -> MoEConfig:

@@ -44,16 +44,15 @@ SMALL_ROWS: dict[str, Row] = {
 def model_recipe(
     model: Model, task: str, gpu: str, gpus: int, weights: str | None = None, budgets: Row | None = None
 ) -> Recipe:
-    """Return a recipe with this model only; `weights` is the folder that is served, `budgets` memory in GiB."""
+    """Return a recipe with this model only; `weights`: a folder, of engines that read one; `budgets`: memory in GiB."""
     size = model_size(model)
     dtypes = DTYPES + EXPERT_DTYPES * (task == "serve" and model.experts is not None)
     row = {"gpu": gpu, "size": size, "dtype": dtypes, "gpus": gpus, **ROWS[task], **(budgets or {})}
     small = {"size": size, "dtype": dtypes, "gpus": 1, **SMALL_ROWS[task]}
-    if task == "serve":
-        row |= {"tp": gpus, "num_requests": 1, "weights": weights}
+    read = {} if weights is None else {"weights": weights}
+    row |= read | ({"tp": gpus, "num_requests": 1} if task == "serve" else {})
     if parameters(model) <= CPU_PARAMETERS:
-        small["model"] = {}  # the model itself
-        small |= {"weights": weights} if task == "serve" else {}
+        small |= {"model": {}, **read}  # the model itself
     return Recipe(
         workload=f"{task}_{model.name}",
         kind=KINDS[task],

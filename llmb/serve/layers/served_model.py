@@ -131,8 +131,13 @@ class ServedModel:
         return (block.mixer for block in self.blocks)
 
 
-def build_served_model(model: Model, weights: WeightSource, dtypes: ServingDtypes, groups: RankGroups) -> ServedModel:
-    """Build the layers of this rank's stage from weights that are loaded one at a time."""
+def build_served_model(
+    model: Model, weights: WeightSource, dtypes: ServingDtypes, groups: RankGroups, context_tokens: int = 0
+) -> ServedModel:
+    """Build the layers of this rank's stage from weights that are loaded one at a time.
+
+    `context_tokens`: of the longest sequence, for RoPE that depends on it (longrope).
+    """
     stage = groups.stage
     layers = stage_layers(model.layers, stage.size, None)[stage.index]
     embedding_VC = weights.load("embedding.weight").to(dtypes.dtype) if stage.is_first else None
@@ -142,8 +147,8 @@ def build_served_model(model: Model, weights: WeightSource, dtypes: ServingDtype
         embedding_VC=embedding_VC,
         norm_C=weights.load("norm.weight").to(dtypes.dtype) if stage.is_last else None,
         head_VC=_head(model, weights, dtypes, groups, embedding_VC) if stage.is_last else None,
-        rotary=_rotary(model, model.rope, groups.device),
-        local_rotary=_rotary(model, model.local_rope, groups.device),
+        rotary=_rotary(model, model.rope, groups.device, context_tokens),
+        local_rotary=_rotary(model, model.local_rope, groups.device, context_tokens),
         groups=groups,
         dtype=dtypes.dtype,
     )
@@ -169,10 +174,10 @@ def _head(
     return weights.load("embedding.weight" if model.tied_embeddings else "head.weight", shard).to(dtypes.dtype)
 
 
-def _rotary(model: Model, rope: RopeConfig | None, device: torch.device) -> RotaryPairs | None:
+def _rotary(model: Model, rope: RopeConfig | None, device: torch.device, context_tokens: int) -> RotaryPairs | None:
     if rope is None:
         return None
-    return RotaryPairs.of(rope, model.mla.rope_dim if model.mla else model.head_dim, device)
+    return RotaryPairs.of(rope, model.mla.rope_dim if model.mla else model.head_dim, device, context_tokens)
 
 
 def layer_blocks(

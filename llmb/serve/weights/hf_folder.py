@@ -22,6 +22,7 @@ from llmb.errors import ConfigError
 from llmb.models.architectures import ARCHITECTURES, Network
 from llmb.models.hf_layout import ExpertStackLayout
 from llmb.models.hf_weights import (
+    HEAD,
     HF_PREFIXES,
     FileTensor,
     hf_names,
@@ -29,13 +30,15 @@ from llmb.models.hf_weights import (
     mxfp4_names,
     stored_tensors,
     summarize_names,
+    unused_tensors,
 )
 from llmb.serve.weights.hf_quantized import Folder, OpenFiles, Region, read_dequantized, stored_format, tensor_error
 from llmb.serve.weights.weight_source import WeightShard
 
 SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2")
 # Calibrated scales of activations and of an fp8 KV cache: here scales are dynamic.
-IGNORED_SUFFIXES = ("input_scale", "k_scale", "v_scale", "rotary_emb.inv_freq")
+IGNORED_SUFFIXES = ("input_scale", "k_scale", "v_scale")
+KINDS = (*IGNORED_SUFFIXES, "rotary_emb.inv_freq", HEAD)  # of ignored tensors
 # Of config.json: redundant with model_type, or without effect on results unless RoPE is scaled.
 IGNORED_FIELDS = ("architectures", "max_position_embeddings")
 
@@ -158,7 +161,10 @@ def _check_names(folder: Path, model: Model, expected: Iterable[str], stored: Fo
     scales = {f"{name.removesuffix('weight')}{scale}" for name in expected for scale in SCALES}
     scales |= {part for name in expected - stored.keys() for part in mxfp4_names(name)}
     unexpected = sorted(stored.keys() - expected - scales)
-    ignored = [name for name in unexpected if name.endswith(IGNORED_SUFFIXES) or _is_mtp_tensor(name, model)]
+    unused = unused_tensors(expected, stored)
+    ignored = [
+        name for name in unexpected if name in unused or name.endswith(IGNORED_SUFFIXES) or _is_mtp_tensor(name, model)
+    ]
     extra = sorted(set(unexpected) - set(ignored))
     errors = [f"lacks {summarize_names(missing, 'tensor')}"] * bool(missing)
     errors += [f"has {summarize_names(extra, 'tensor')} that the model does not"] * bool(extra)
@@ -181,7 +187,5 @@ def _check_tensors(folder: Path, expected: dict[str, list[int]], stored: Folder)
 
 def _notes(ignored: list[str]) -> tuple[str, ...]:
     """Return a line for each kind of ignored tensors."""
-    kinds = Counter(
-        next((kind for kind in IGNORED_SUFFIXES if name.endswith(kind)), "multi-token prediction") for name in ignored
-    )
+    kinds = Counter(next((kind for kind in KINDS if name.endswith(kind)), "multi-token prediction") for name in ignored)
     return tuple(f"{count} tensors of the folder are not used: {kind}" for kind, count in kinds.items())

@@ -41,12 +41,12 @@ class OpenFiles(ExitStack):
 
     def read(self, name: str, folder: Folder, region: Region | None = None) -> Tensor:
         """Return a tensor or a region of it as stored; nothing else of the file is read."""
-        file = folder[name].file
+        file, stored_name = folder[name].file, folder[name].name
         if file not in self._open:
             self._open[file] = self.enter_context(open_safetensors(file))
         if region is None:
-            return self._open[file].get_tensor(name)
-        lazy_slice: Any = self._open[file].get_slice(name)
+            return self._open[file].get_tensor(stored_name)
+        lazy_slice: Any = self._open[file].get_slice(stored_name)
         tensor: Tensor = lazy_slice[region]
         return tensor
 
