@@ -154,6 +154,13 @@ def test_archive_of_everything_leaves_a_damaged_run_out_by_name(runs, damage, ca
     assert str(runs[1].path) in printed.err
 
 
+def test_record_that_is_a_fifo_is_not_waited_for(runs, capsys, tmp_path):
+    runs[1].record("L2").unlink()
+    os.mkfifo(runs[1].record("L2"))
+    assert main(["archive", "--output", str(tmp_path / "all.tar.zst")]) == 0
+    assert "3 runs" in capsys.readouterr().out
+
+
 def test_import_beside_a_damaged_run_brings_the_others(runs, capsys, tmp_path, monkeypatch):
     archive = tmp_path / "all.tar.zst"
     assert main(["archive", "--output", str(archive)]) == 0
