@@ -77,8 +77,8 @@ LOADS: dict[str, dict[str, Callable[..., object]]] = {  # what is replaced for e
         f"{CHECKPOINTER}.CheckpointReader": lambda path, _check: dcp.FileSystemReader(path),
     },
     "without sums": {
-        f"{CHECKSUMS}.file_checksum.WordSums.sums": lambda *_arguments: (),
-        f"{CHECKSUMS}.file_checksum.WordSums.add": lambda *_arguments: None,
+        f"{CHECKSUMS}.file_checksum.InterleavedSums.sums": lambda *_arguments: (),
+        f"{CHECKSUMS}.file_checksum.InterleavedSums.add": lambda *_arguments: None,
         f"{CHECKSUMS}.checkpoint_checksums.CheckpointCheck._compare": lambda *_arguments: None,
     },
     "checked": {},

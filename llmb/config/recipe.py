@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmb.config.serialization import build, current_names, whole_number
+from llmb.config.serialization import build, current_names, open_regular_file, whole_number
 from llmb.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:  # not at run time: `llmb-run list` builds no model and should not pay for the import
@@ -23,6 +23,7 @@ Row = dict[str, Any]
 POSITIVE_SIZES = {"layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"}
 MOST_LAYERS, LARGEST_SIZE = 10_000, 10**9
 MOST_YAML_BYTES = 2**24
+MOST_YAML_DEPTH = 1000
 MOST_YAML_VALUES = 1_000_000  # after aliases are expanded; a bulk file of 10,000 runs has a tenth
 # Keys that select a row; all others are settings of the run.
 SELECTORS = ("gpu", "size", "dtype", "gpus", "mode", "use_case")
@@ -217,19 +218,23 @@ def load_yaml(path: Path, expected: str, loader: Any = None) -> Any:
 
 def _content(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        with open_regular_file(path) as file:
+            content = file.read(MOST_YAML_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > MOST_YAML_BYTES:
-        raise ConfigError(f"{path} has {len(content):,} bytes; at most {MOST_YAML_BYTES:,} are read")
+        raise ConfigError(f"{path} has more than {MOST_YAML_BYTES:,} bytes")
     return content
 
 
 def _parse_yaml(path: Path, content: bytes, expected: str, loader: Any = None) -> Any:
     import yaml
 
+    loader = loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        data = yaml.load(content, Loader=loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if _may_be_deep(content) and _is_deep(content, loader):
+            raise ConfigError(f"{path}: nested more than {MOST_YAML_DEPTH} levels deep")
+        data = yaml.load(content, Loader=loader)
         if _expanded_size(data, {}) > MOST_YAML_VALUES:
             raise ConfigError(f"{path}: its aliases expand to more than {MOST_YAML_VALUES:,} values")
     except yaml.YAMLError as error:
@@ -248,6 +253,30 @@ def _parse_yaml(path: Path, content: bytes, expected: str, loader: Any = None) -
     if data is None:
         raise ConfigError(f"{path} is empty; expected {expected}")
     return data
+
+
+def _may_be_deep(content: bytes) -> bool:
+    """Return whether the depth of a YAML file needs a look.
+
+    A level opens a bracket or has a column of its own, which a sequence in a mapping may share.
+    """
+    brackets = content.count(b"[") + content.count(b"{")
+    return brackets > MOST_YAML_DEPTH or 2 * max(map(len, content.splitlines()), default=0) > MOST_YAML_DEPTH
+
+
+def _is_deep(content: bytes, loader: Any) -> bool:
+    """Return whether a YAML file has more levels than are loaded: the C parser crashes where its stack ends."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(content, Loader=loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MOST_YAML_DEPTH:
+                return True
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+    return False
 
 
 def _expanded_size(value: Any, sizes: dict[int, float]) -> float:

@@ -41,6 +41,8 @@ from llmb.launch.run_files.short_path import find_short_path, link_short_path
 from llmb.launch.secrets import mask, mask_random_argument, scrub_thoroughly
 
 CONFIG_FILE = "config.json"
+EVENTS_FILE = "events.rank0.jsonl"
+RESULT_FILE = "result.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
 RESTART_PREFIX = "restart-"
 NUMBER = re.compile(r"[0-9]{1,9}")  # of a rank or a start: int() takes "\N{SUPERSCRIPT TWO}" for none, isdigit() does
@@ -139,7 +141,8 @@ class RunFolder:
     def of_experiment(cls, experiment: Path) -> Iterator["RunFolder"]:
         """Yield every run folder of one experiment, by time."""
         for folder in sorted(experiment.glob("*/*")):
-            if os.path.lexists(folder / CONFIG_FILE):  # a link to nothing too: the run is damaged, not absent
+            # A link to nothing counts, and so does what a run left behind: the run is damaged, not absent.
+            if any(os.path.lexists(folder / name) for name in (CONFIG_FILE, EVENTS_FILE, RESULT_FILE)):
                 yield cls(folder)._newest_start()
 
     def _newest_start(self) -> "RunFolder":
@@ -302,7 +305,7 @@ class RunFolder:
 
     @property
     def result(self) -> Path:
-        return self.work / "result.json"
+        return self.work / RESULT_FILE
 
     @property
     def submission(self) -> Path:

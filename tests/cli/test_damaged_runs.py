@@ -90,17 +90,13 @@ def lost_config(run):
     run.config.symlink_to("/nonexistent/config.json")
 
 
+def deleted_config(run):
+    run.config.unlink()
+
+
 DAMAGES = [
-    *(
-        fifo_events,
-        folder_as_events,
-        listed_config,
-        nested_config,
-        wrong_result,
-        wrong_origin,
-        fifo_config,
-        lost_config,
-    ),
+    *(fifo_events, folder_as_events, listed_config, nested_config, wrong_result, wrong_origin),
+    *(fifo_config, lost_config, deleted_config),
 ]
 
 
@@ -149,13 +145,20 @@ def test_rebuilding_twice_gives_the_same_table(runs, capsys):
     assert tables[0] == tables[1]
 
 
-@pytest.mark.parametrize("damage", [fifo_events, wrong_origin, fifo_config, lost_config])
+@pytest.mark.parametrize("damage", [fifo_events, wrong_origin, fifo_config, lost_config, deleted_config])
 def test_archive_of_everything_leaves_a_damaged_run_out_by_name(runs, damage, capsys, tmp_path):
     damage(runs[1])
     assert main(["archive", "--output", str(tmp_path / "all.tar.zst")]) == 0
     printed = capsys.readouterr()
     assert "2 runs" in printed.out
     assert str(runs[1].path) in printed.err
+
+
+def test_record_that_is_a_fifo_is_not_waited_for(runs, capsys, tmp_path):
+    runs[1].record("L2").unlink()
+    os.mkfifo(runs[1].record("L2"))
+    assert main(["archive", "--output", str(tmp_path / "all.tar.zst")]) == 0
+    assert "3 runs" in capsys.readouterr().out
 
 
 def test_import_beside_a_damaged_run_brings_the_others(runs, capsys, tmp_path, monkeypatch):

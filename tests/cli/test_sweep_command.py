@@ -25,7 +25,7 @@ REFUSED = [
     (["--base-url", "http://h:1", "--concurrency", "1", "--set", "mbs=1"], "--set is for -w"),
     (["--base-url", "http://h:1", "--concurrency", "1", "--precision", "5%"], "no effect without --slo"),
     (["--base-url", "http://h:1", "--rate", "1..2", "--slo", "tfft=5ms"], "did you mean ttft"),
-    (["--base-url", "http://h:1", "--rate", "1..2", "--slo-tiers", "none.yaml"], "--slo-tiers none.yaml"),
+    (["--base-url", "http://h:1", "--rate", "1..2", "--slo-tiers", "none.yaml"], "--slo-tiers: cannot read none.yaml"),
     (["--base-url", "ftp://h", "--model", "m", "--rate", "1"], "expected http://"),
     (["--base-url", "http://h:1", "--rate", "1", "--repeats", "0"], "--repeats 0"),
     (["--base-url", "http://h:1", "--rate", "1", "--point-seconds", "0"], "--point-seconds 0"),

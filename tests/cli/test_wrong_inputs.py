@@ -57,6 +57,10 @@ def test_command_line(command, message, capsys):
             "aliases",
         ),
         ("a: &a [*a]", "aliases expand"),
+        ("[" * 100_000, "nested more than 1000 levels deep"),
+        ("{a: " * 100_000, "nested more than 1000 levels deep"),
+        ("- " * 50_000, "nested more than 1000 levels deep"),
+        ("".join(f"{' ' * n}a:\n" for n in range(1200)), "nested more than 1000 levels deep"),
     ],
 )
 def test_bulk_file(text, message, tmp_path, recipes):
@@ -100,6 +104,14 @@ def test_bad_user_recipe_blocks_only_itself(install, capsys):
     assert "pretrain_grok1" not in printed.out  # not the shipped one that it was written to replace
     assert printed.err.count("ERROR: ") == 2
     assert all(str(install / "recipes" / name / "recipe.yaml") in printed.err for name in ("mine", "pretrain_grok1"))
+
+
+def test_user_recipe_that_is_a_fifo_blocks_nobody(install, capsys):
+    folder = install / "recipes" / "pretrain_mine"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "recipe.yaml")
+    assert main(["list"]) == 0
+    assert "pretrain_mine/recipe.yaml: it is not a regular file; this recipe is left out" in capsys.readouterr().err
 
 
 def test_store_damaged_behind_its_first_page_says_how_to_go_on(install, capsys, recipes):

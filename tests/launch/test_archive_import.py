@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import stat
 import tarfile
@@ -88,6 +89,9 @@ def test_invalid_cluster_name_or_missing_archive(run, tmp_path):
         import_archive(archive, tmp_path / "target", "../x")
     with pytest.raises(ConfigError, match="cannot read"):
         import_archive(tmp_path / "none", tmp_path / "target")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match=r"cannot read .*fifo: it is not a regular file"):
+        import_archive(tmp_path / "fifo", tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 

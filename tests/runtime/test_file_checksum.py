@@ -2,7 +2,6 @@
 
 import os
 import random
-import zlib
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 from typing import Any
@@ -14,19 +13,22 @@ from llmb.config.spec import Training
 from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial, resume_point
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums, find_damage
-from llmb.runtime.checksums.file_checksum import BUFFER_BYTES, ROW_BYTES, WordSums, file_checksum
+from llmb.runtime.checksums.file_checksum import ALGORITHM, BLOCK_BYTES, InterleavedSums, file_checksum
 from llmb.runtime.checksums.file_stream import AHEAD, FileStream
+
+BUFFER_BYTES = InterleavedSums.buffer_bytes
+SECTOR_BYTES = 512
 
 
 @pytest.fixture
 def content() -> bytes:
     """More than a buffer, and no whole number of words."""
-    return random.Random(1).randbytes(BUFFER_BYTES + 3 * ROW_BYTES + 5)
+    return random.Random(1).randbytes(2_298_885)
 
 
 def digest_of(path: Path, content: bytes) -> int:
     path.write_bytes(content)
-    return file_checksum(path, "word_sums").digest
+    return file_checksum(path, ALGORITHM).digest
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_flipped_bytes_of_a_large_file_are_found(tmp_path: Path, content: bytes)
     assert len(digests) == 1 + len(changed)
 
 
-@pytest.mark.parametrize("size", [8, 512, 4096, ROW_BYTES, BUFFER_BYTES // 2])
+@pytest.mark.parametrize("size", [8, SECTOR_BYTES, 4096, 65536, 1 << 20, BLOCK_BYTES])
 @pytest.mark.parametrize("distance", [1, 2, 7])
 def test_blocks_that_changed_places_are_found(tmp_path: Path, content: bytes, size: int, distance: int) -> None:
     path = tmp_path / "file"
@@ -58,33 +60,56 @@ def test_blocks_that_changed_places_are_found(tmp_path: Path, content: bytes, si
     assert digest_of(path, swapped) != digest_of(path, content)
 
 
+def test_any_two_sectors_of_a_block_that_changed_places_are_found(tmp_path: Path) -> None:
+    """Most sums of words at fixed distances miss sectors at a multiple of it."""
+    path, count = tmp_path / "file", BLOCK_BYTES // SECTOR_BYTES
+    block = random.Random(5).randbytes(BLOCK_BYTES)
+    whole = digest_of(path, block)
+    first = block[:SECTOR_BYTES]
+    for offset in range(SECTOR_BYTES, BLOCK_BYTES, SECTOR_BYTES * (count // 128)):
+        second = block[offset : offset + SECTOR_BYTES]
+        swapped = second + block[SECTOR_BYTES:offset] + first + block[offset + SECTOR_BYTES :]
+        assert digest_of(path, swapped) != whole, f"sector {offset // SECTOR_BYTES}"
+
+
+@pytest.mark.parametrize("bit", [0, 31, 63])
+def test_words_of_one_bit_that_changed_blocks_are_found(tmp_path: Path, bit: int) -> None:
+    """The highest bit of a sum is changed by fewest multiplications."""
+    digests = set()
+    for block in range(8):
+        words = np.zeros(8 * BLOCK_BYTES // 8, dtype="<u8")
+        words[block * BLOCK_BYTES // 8] = 1 << bit
+        digests.add(digest_of(tmp_path / "file", words.tobytes()))
+    assert len(digests) == 8
+
+
 def test_missing_or_added_zeros_are_found(tmp_path: Path) -> None:
-    path, zeros = tmp_path / "file", bytes(ROW_BYTES)
-    sizes = (0, 1, 8, 9, ROW_BYTES - 1, ROW_BYTES)
+    path, zeros = tmp_path / "file", bytes(BLOCK_BYTES)
+    sizes = (0, 1, 8, 9, BLOCK_BYTES - 1, BLOCK_BYTES)
     assert len({digest_of(path, zeros[:size]) for size in sizes}) == len(sizes)
 
 
 def test_checksum_does_not_depend_on_how_a_file_is_read(tmp_path: Path, content: bytes, monkeypatch) -> None:
     path = tmp_path / "file"
     whole = digest_of(path, content)
-    monkeypatch.setattr("llmb.runtime.checksums.file_checksum.BUFFER_BYTES", ROW_BYTES)
-    assert file_checksum(path, "word_sums") == (len(content), whole)
+    monkeypatch.setattr(InterleavedSums, "buffer_bytes", BLOCK_BYTES)
+    assert file_checksum(path, ALGORITHM) == (len(content), whole)
 
 
 def test_the_thread_that_would_wait_sums_a_block(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "file"
     whole = random.Random(4).randbytes(AHEAD * BUFFER_BYTES + 5)
     path.write_bytes(whole)
-    threads, is_ahead, sums = [], Event(), WordSums.sums
+    threads, is_ahead, sums = [], Event(), InterleavedSums.sums
 
-    def recorded(checksum: WordSums, *block: Any) -> Any:
+    def recorded(checksum: InterleavedSums, *block: Any) -> Any:
         threads.append(current_thread() is main_thread())
         if len(threads) == AHEAD - 1:
             is_ahead.set()
         return sums(checksum, *block)
 
-    monkeypatch.setattr(WordSums, "sums", recorded)
-    with FileStream(path, "word_sums") as stream:
+    monkeypatch.setattr(InterleavedSums, "sums", recorded)
+    with FileStream(path, ALGORITHM) as stream:
         assert is_ahead.wait(60)
         assert threads == [False] * (AHEAD - 1), "all but the first, which is awaited, are summed by their reader"
         first = np.empty(4, dtype=np.uint8)
@@ -92,21 +117,21 @@ def test_the_thread_that_would_wait_sums_a_block(tmp_path: Path, monkeypatch) ->
         assert threads.count(True) == 1
         checksum = stream.checksum()
     monkeypatch.undo()
-    assert (first.tobytes(), checksum) == (whole[:4], file_checksum(path, "word_sums"))
+    assert (first.tobytes(), checksum) == (whole[:4], file_checksum(path, ALGORITHM))
 
 
-def test_checkpoint_of_an_older_version_is_checked_by_its_crc32(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(("algorithm", "digest"), [("crc32", 0xBD0C92D4), ("word_sums", 0x9243AD03C105F195)])
+def test_checkpoint_of_an_older_version_is_checked(tmp_path: Path, content: bytes, algorithm: str, digest: int) -> None:
     final = checkpoint_path(tmp_path, 2)
     file = create_partial(final) / "shard"
     file.write_bytes(content)
-    assert file_checksum(file, "crc32") == (len(content), zlib.crc32(content))
-    commit(final, {}, 1, {"shard": {"bytes": len(content), "crc32": zlib.crc32(content)}})
+    commit(final, {}, 1, {"shard": {"bytes": len(content), algorithm: digest}})
     assert find_damage(final) is None
     (final / "shard").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert find_damage(final) == "shard is not what was written: its checksum differs"
 
 
-@pytest.mark.parametrize("recorded", [{}, None, {"bytes": 3}, {"bytes": None, "word_sums": 1}, {"crc32": 1}])
+@pytest.mark.parametrize("recorded", [{}, None, {"bytes": 3}, {"bytes": None, "interleaved_sums": 1}, {"crc32": 1}])
 def test_file_without_a_checksum_is_damage(tmp_path: Path, recorded: object) -> None:
     final = checkpoint_path(tmp_path, 2)
     (create_partial(final) / "shard").write_bytes(b"abc")
@@ -130,7 +155,7 @@ def test_checkpoint_is_never_written_through_a_planted_link(tmp_path: Path) -> N
 def test_checksums_are_by_name(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a")
     assert checksums([tmp_path / "a"]) == {
-        "a": {"bytes": 1, "word_sums": file_checksum(tmp_path / "a", "word_sums").digest}
+        "a": {"bytes": 1, ALGORITHM: file_checksum(tmp_path / "a", ALGORITHM).digest}
     }
 
 

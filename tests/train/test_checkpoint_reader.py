@@ -11,11 +11,12 @@ from torch import Tensor
 
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums
-from llmb.runtime.checksums.file_checksum import BUFFER_BYTES
+from llmb.runtime.checksums.file_checksum import InterleavedSums
 from llmb.runtime.checksums.file_stream import AHEAD, FileStream
 from llmb.train.checkpoint_reader import CheckpointReader
 from llmb.train.chunked_tensor import ChunkedTensor
 
+BUFFER_BYTES = InterleavedSums.buffer_bytes
 SAVED = {
     "whole": torch.arange(BUFFER_BYTES // 4 * (AHEAD + 2), dtype=torch.float32).reshape(64, -1),
     "scalar": torch.tensor(7.0),
@@ -113,7 +114,7 @@ def test_stream_goes_forward_only(tmp_path: Path) -> None:
     path, content = tmp_path / "file", random.Random(1).randbytes(2 * BUFFER_BYTES + 7)
     path.write_bytes(content)
     memory = torch.zeros(100, dtype=torch.uint8).numpy()
-    with FileStream(path, "crc32") as stream:
+    with FileStream(path, "interleaved_sums") as stream:
         stream.copy_to(BUFFER_BYTES - 50, memory)
         assert memory.tobytes() == content[BUFFER_BYTES - 50 : BUFFER_BYTES + 50]
         with pytest.raises(ValueError, match="bytes at 0 were read before"):

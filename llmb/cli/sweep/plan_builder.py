@@ -5,6 +5,7 @@ import os
 import re
 from typing import Any, Literal
 
+from llmb.config.recipe import load_yaml
 from llmb.errors import ConfigError
 from llmb.loadgen.sweep.ladder import Precision, parse_ladder, parse_precision
 from llmb.loadgen.sweep.sweep_plan import SweepPlan
@@ -89,12 +90,10 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 
 def _read_tiers(path: Any) -> dict[str, str]:
     """Return the tiers of a file in the form of --slo."""
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--slo-tiers {path}: {' '.join(str(error).split())}") from error
+        content = load_yaml(path, "tiers such as chat: {ttft: 500ms, tpot: 30ms}")
+    except ConfigError as error:
+        raise ConfigError(f"--slo-tiers: {error}") from error
     tiers = parse_tiers(content, str(path))
     return {
         name: ",".join(f"{limit.figure.removesuffix('_ms')}.{limit.statistic}={limit.limit:g}ms" for limit in limits)

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
+from llmb.config.recipe import load_yaml
 from llmb.config.serialization import build, open_regular_file, read_json, to_json, write_atomic
 from llmb.errors import ConfigError
 from llmb.events import RunStarted, read
@@ -70,12 +71,10 @@ def _first_host(run: RunFolder) -> str | None:
 
 
 def _recorded_cluster(run: RunFolder) -> str | None:
-    import yaml  # imported here: slow
-
     for path in run.path.glob("llmb-config_*.yaml"):
         try:
-            record = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-        except (yaml.YAMLError, OSError, ValueError, RecursionError):  # edited by hand; the run itself is valid
+            record = load_yaml(path, "a run's record")
+        except ConfigError:  # edited by hand; the run itself is valid
             continue
         info = record.get("cluster_info") if isinstance(record, dict) else None
         name = info.get("cluster_name") if isinstance(info, dict) else None

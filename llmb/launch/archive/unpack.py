@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from llmb.config.serialization import build
+from llmb.config.serialization import build, open_regular_file
 from llmb.errors import ConfigError
 from llmb.launch.archive.checksummed_file import CHUNK_BYTES, BoundedDecompressor, verify_checksum, zstandard
 from llmb.launch.archive.manifest import MANIFEST, ROOT, ArchivedFile, Manifest, check_manifest, check_name
@@ -57,7 +57,7 @@ class RegularFileInfo(tarfile.TarInfo):
 def read_archive(path: Path, into: Path | None, progress: ByteProgress = lambda count: None) -> ArchiveContents:
     """Verify an archive; with `into` also unpack it there. An invalid one raises a ConfigError."""
     try:
-        file = path.open("rb")
+        file = open_regular_file(path)
     except OSError as error:
         raise ConfigError(f"cannot read {printable_path(path)}: {error.strerror}") from error
     with file:

@@ -6,7 +6,7 @@
     with checking.stream(name) as stream: ...        # a file that is loaded anyhow: the loaded bytes are those checked
     checking.damage()                                # waits; None: every file is as it was written
 
-What is found: `file_checksum.py`. Checkpoints of older versions have a CRC-32 of each file instead, or nothing.
+What is found: `file_checksum.py`. Checkpoints of older versions have another checksum of each file, or none.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -17,13 +17,13 @@ from typing import Any
 
 from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import IDENTITY, FileChecksums, checkpoint_step, complete_checkpoints, read_identity
-from llmb.runtime.checksums.file_checksum import ALGORITHMS, FileChecksum, file_checksum
+from llmb.runtime.checksums.file_checksum import ALGORITHM, ALGORITHMS, FileChecksum, file_checksum
 from llmb.runtime.checksums.file_stream import FileStream
 
 
 def checksums(paths: Iterable[Path]) -> FileChecksums:
     """Return size and checksum of each file by its name."""
-    return {path.name: _record("word_sums", file_checksum(path, "word_sums")) for path in paths}
+    return {path.name: _record(ALGORITHM, file_checksum(path, ALGORITHM)) for path in paths}
 
 
 def find_damage(checkpoint: Path) -> str | None:

@@ -1,6 +1,6 @@
 """A file that is read once, from its beginning to its end: its bytes go where they are needed, and into its checksum.
 
-    with FileStream(path, "word_sums") as stream:
+    with FileStream(path, "interleaved_sums") as stream:
         stream.copy_to(offset, memory)      # offsets ascend; what lies between is read too
         stream.checksum()                   # reads the rest
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from llmb.runtime.checksums.file_checksum import ALGORITHMS, BUFFER_BYTES, Bytes, FileChecksum, fill
+from llmb.runtime.checksums.file_checksum import ALGORITHMS, Bytes, FileChecksum, fill
 
 AHEAD = 4  # blocks being read or waiting, beside the one that is copied from: they stay in a shared cache
 
@@ -30,9 +30,9 @@ class FileStream:
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
         self._waiting: deque[tuple[Bytes, Future[tuple[int, Any]]]] = deque()
         self._taken = 0  # blocks, which are numbered from 0
-        self._block, self._start, self._end = np.empty(BUFFER_BYTES, dtype=np.uint8), 0, 0  # bytes of the file in it
+        self._block, self._start, self._end = self._new_buffer(), 0, 0  # bytes of the file in it
         for _ in range(AHEAD):
-            self._read_ahead(np.empty(BUFFER_BYTES, dtype=np.uint8))
+            self._read_ahead(self._new_buffer())
 
     def copy_to(self, offset: int, memory: Bytes) -> None:
         """Copy bytes from an offset of the file; raise OSError if it ends before them or cannot be read."""
@@ -66,6 +66,9 @@ class FileStream:
         self._checksum.add(self._checksum.sums(block, count) if sums is None else sums)
         self._block, self._start, self._end = block, self._end, self._end + count
         return True
+
+    def _new_buffer(self) -> Bytes:
+        return np.empty(self._checksum.buffer_bytes, dtype=np.uint8)
 
     def _read_ahead(self, buffer: Bytes) -> None:
         number = self._taken + len(self._waiting)
