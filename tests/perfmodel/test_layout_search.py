@@ -8,6 +8,7 @@ from test_layout_space import run_of
 from llmb.config.recipe import load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
+from llmb.config.spec import Parallel
 from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
@@ -52,6 +53,22 @@ def test_as_few_layers_as_needed_are_recomputed():
     assert variant.recompute_layers > 1
     assert room.estimate(with_recompute(setup, variant.recompute_layers - 1)).total > room.limit
     assert not list(fitting_variants(setup, {"recompute_layers": 1}, room))  # fixed below what it needs
+
+
+def test_megatron_recomputes_as_many_layers_in_every_virtual_stage():
+    """Its recompute_num_layers counts in each of them: 405B in NVFP4 with pp 16, vp 8 and 1 recomputes every layer."""
+    split = Parallel(tp=4, pp=8, vp=5, dp=2)
+    setup = replace(run_of("llama3.1-70b"), parallel=split, recompute="full", recompute_layers=1)
+    assert [replace(setup, recompute_layers=n).recomputed_layers for n in (1, 5, 6, 99)] == [5, 5, 10, 10]
+    assert replace(setup, recompute_layers=None).recomputed_layers == 10
+    assert replace(setup, engine="torchtitan", recompute_layers=3).recomputed_layers == 3
+    assert replace(setup, parallel=replace(split, vp=None), recompute_layers=3).recomputed_layers == 3
+    five, ten = (predict(replace(setup, recompute_layers=n)) for n in (5, 10))
+    assert predict(setup) == five
+    assert ten.terms["recompute"] == pytest.approx(2 * five.terms["recompute"])
+    assert ten.memory_gib < five.memory_gib
+    searched = search_layouts(run_of("llama3.1-70b"), {"tp": 2, "pp": 8, "vp": 5}).candidates
+    assert searched and {c.setup.recompute_layers for c in searched} <= {None, 5, 10}
 
 
 def test_offload_is_proposed_over_coherent_links_and_hides_behind_the_forward():

@@ -137,8 +137,7 @@ def _precision(setup: StepSetup) -> Precision:
 
 def run_config(setup: StepSetup) -> RunConfig:
     """Return the run as a configuration of its kind of engine, for the memory estimate."""
-    split, recompute = setup.parallel, setup.recompute_layers or 0
-    layers = -(-setup.layer_count // split.pp)
+    split, rematerializes = setup.parallel, setup.engine == "jax"  # XLA does by default
     return RunConfig(
         name=setup.shape.model.name,
         target="predict",
@@ -155,8 +154,7 @@ def run_config(setup: StepSetup) -> RunConfig:
             mbs=setup.mbs,
             gbs=setup.gbs,
             ga=setup.ga,
-            # XLA rematerializes by default.
-            recompute_layers=(recompute or layers) if setup.recompute == "full" or setup.engine == "jax" else 0,
+            recompute_layers=(replace(setup, recompute="full") if rematerializes else setup).recomputed_layers,
             offload_layers=setup.offload_layers,
             **(setup.formats.fields() if setup.engine == NATIVE else {}),
         ),

@@ -41,7 +41,7 @@ class StepSetup:
     fsdp_ranks: int | None = None  # among which fsdp shards, each group of them with all weights; none: all replicas
     layers: int | None = None  # of a model with fewer layers than the published one
     recompute: Recompute = "none"
-    recompute_layers: int | None = None  # of a pipeline rank, with recompute full; none: all
+    recompute_layers: int | None = None  # of a pipeline rank, at least, with recompute full; none: all
     recompute_modules: tuple[str, ...] = ()  # of every layer, by Megatron's names: step_work.py
     offload_layers: int = 0  # of a pipeline rank: activations in host memory
     graphs: float = 0.0  # fraction of the launches that CUDA graphs replace; 1: the whole step, experts too
@@ -114,6 +114,22 @@ class StepSetup:
     @property
     def layer_count(self) -> int:
         return self.layers or self.shape.model.layers
+
+    @property
+    def most_layers(self) -> int:
+        """Layers of the fullest pipeline rank."""
+        return -(-self.layer_count // self.parallel.pp)
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Layers of the fullest pipeline rank whose forward is repeated.
+
+        Megatron's recompute_num_layers counts in each virtual stage, so with vp they come in multiples of it.
+        """
+        if self.recompute != "full" or self.recompute_layers is None:
+            return self.most_layers if self.recompute == "full" else 0
+        stages = (self.parallel.vp or 1) if self.engine.startswith("megatron") else 1
+        return min(self.most_layers, -(-self.recompute_layers // stages) * stages)
 
 
 def parse_dtype(text: str) -> str:

@@ -191,10 +191,7 @@ def _exposed_tp(setup: StepSetup, c: Constants) -> float:
 
 def _recomputed_part(setup: StepSetup) -> float:
     """Return the fraction of a rank's layers whose whole forward is repeated."""
-    if setup.recompute != "full":
-        return 0.0
-    layers = setup.layer_count / setup.parallel.pp
-    return 1.0 if setup.recompute_layers is None else min(1.0, setup.recompute_layers / layers)
+    return min(1.0, setup.recomputed_layers / (setup.layer_count / setup.parallel.pp))
 
 
 def _recompute(step: StepWork, forward: dict[str, float], collectives: float) -> float:

@@ -21,7 +21,6 @@ from llmb.perfmodel.tune.memory_savings import (
     copies_are_hidden,
     external_room,
     fitting_variants,
-    layers_of_rank,
     with_offload,
     with_recompute,
 )
@@ -105,14 +104,14 @@ def _all_recomputed(candidates: list[Candidate], room: MemoryRoom) -> list[Candi
     """Return the same layouts with every layer recomputed: the low-memory end of the Pareto set."""
     listed = {candidate.setup for candidate in candidates}
     setups = dict.fromkeys(
-        with_recompute(with_offload(c.setup, 0), layers_of_rank(c.setup)) for c in candidates
+        with_recompute(with_offload(c.setup, 0), c.setup.most_layers) for c in candidates
     )  # two variants of a layout become one
     return [Candidate(s, step_seconds(s), room.estimate(s).total) for s in setups if s not in listed]
 
 
 def _smallest(setups: list[StepSetup], room: MemoryRoom) -> Candidate | None:
     """Return the layout with the least memory, every layer recomputed; None: there is none."""
-    recomputed = [with_recompute(setup, layers_of_rank(setup)) for setup in setups]
+    recomputed = [with_recompute(setup, setup.most_layers) for setup in setups]
     totals = [(room.estimate(setup).total, setup) for setup in recomputed]
     memory, setup = min(totals, key=lambda pair: pair[0], default=(math.inf, None))
     return None if setup is None else Candidate(setup, step_seconds(setup), memory)
