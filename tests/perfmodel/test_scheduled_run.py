@@ -106,3 +106,27 @@ def test_pipeline_stages_and_replicas_share_the_work():
     replicas = predict_serving(replace(LLAMA, concurrency=512, attention_dp=2))
     assert alone.output_tokens_per_s < staged.output_tokens_per_s < 2 * alone.output_tokens_per_s
     assert 1.5 * alone.output_tokens_per_s < replicas.output_tokens_per_s < 2.2 * alone.output_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "shape": find_model("llama3.3-70b"),
+            "pp": 4,
+            "gpu": "a100",
+            "dtype": "bf16",
+            "isl": 8192,
+            "osl": 128,
+            "concurrency": 1,
+        },
+        {"shape": find_model("llama3.1-70b"), "isl": 20_000, "osl": 2000, "concurrency": 200},  # 18 at a time
+    ],
+    ids=["a pipeline", "a long queue"],
+)
+def test_requests_in_the_engine_are_their_rate_times_their_time(changes):
+    """Little's law: all clients always have a request, but for the ramp-up of the first and the last wave."""
+    setup = replace(LLAMA, waves=10, **changes)
+    p = predict_serving(setup)
+    requests = p.output_tokens_per_s / setup.osl * p.e2e_ms / 1e3
+    assert 0.9 * setup.concurrency < requests < 1.01 * setup.concurrency

@@ -163,7 +163,10 @@ def explain_serving(subject: str, setup: ServingSetup, figures: ServedFigures) -
         measured |= dict(zip(("ttft_ms", "tpot_ms"), figures.latency_ms, strict=True))
     expected = []
     for metric, value in measured.items():
-        predicted, (low, high) = getattr(prediction, metric), prediction.interval_80[metric]
+        predicted, interval = getattr(prediction, metric), prediction.interval_80[metric]
+        if interval is None:
+            continue
+        low, high = interval
         ratio = value / predicted if metric == "output_tokens_per_s" else predicted / value
         expected.append(
             Expected(

@@ -17,7 +17,8 @@ def layout_fields(setup: StepSetup) -> dict[str, int | bool]:
     ep, etp = (split.ep, split.etp) if setup.shape.model.experts else (1, 1)
     return {
         "tp": split.tp, "pp": split.pp, "vp": split.vp or 1, "cp": split.cp, "ep": ep, "etp": etp,
-        "fsdp": split.fsdp, "mbs": setup.mbs, "recompute_layers": setup.recomputed_layers, "offload_layers": setup.offload_layers,
+        "fsdp": split.fsdp, "mbs": setup.mbs, "recompute_layers": setup.recomputed_layers,
+        "offload_layers": setup.offload_layers,
     }  # fmt: skip
 
 

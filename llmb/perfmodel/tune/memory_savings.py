@@ -72,7 +72,7 @@ def fitting_variants(
 
 
 def with_recompute(setup: StepSetup, layers: int) -> StepSetup:
-    """Return the run with this many recomputed layers on each pipeline rank, or more where an engine cannot count so."""
+    """Return the run with this many recomputed layers on each pipeline rank, or the next number an engine takes."""
     if layers == (setup.recompute_layers or 0):
         return setup
     changed = replace(setup, recompute="full" if layers else "none", recompute_layers=layers or None)
