@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.flops import flops_breakdown
 from llmb.perfmodel.hardware import GB, GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
+from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.fitted_constants import NATIVE_FILE, Constants, native_constants, read_interval
 from llmb.perfmodel.step_time.saved_activations import saved_fraction, whole_logits
@@ -66,10 +68,20 @@ def model_flops(setup: StepSetup) -> float:
     """Return the model FLOPs of a step: causal attention, backward twice the forward, or once with frozen weights."""
     shape = setup.shape
     parts = flops_breakdown(shape.model, setup.seqlen, "causal")
+    if "attention" in parts:
+        parts["attention"] -= 6.0 * spared_macs(shape, setup.seqlen)
     layers = (sum(parts.values()) - parts["lm_head"]) * setup.layer_count / shape.model.layers
     blocks = sum(parts[kind] / shape.model.blocks[kind] for kind in shape.mtp_blocks)
     mtp = shape.mtp_depth * (blocks + parts["lm_head"] + 6.0 * setup.seqlen * 2 * shape.model.hidden**2)
     return (layers + parts["lm_head"] + mtp) * setup.gbs * (2 / 3 if setup.task == "lora" else 1.0)
+
+
+def spared_macs(shape: ModelShape, seqlen: int) -> float:
+    """Return the MACs of a sequence that windows of the catalog's models spare, which `flops.py` does not know of."""
+    if shape.window is None or shape.model.window is not None:
+        return 0.0
+    pairs = seqlen * max(0.0, seqlen / 2 - shape.window)
+    return shape.window_layers * pairs * BLOCK_COSTS["attention"](shape.model).pair_macs
 
 
 def peak_flops(step: StepWork) -> float:

@@ -6,6 +6,7 @@ StepSetup(shape=find_model("llama3.1-8b"), gpu="h100", gpus=8, dtype="fp8", seql
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmb.config.parallel_layout import divisors
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
@@ -24,6 +25,7 @@ Recompute = Literal["none", "selective", "full"]
 DEFAULT_ENGINE = "megatron-bridge"
 ENGINE_OF = {"native": "native", "megatron_bridge": "megatron-bridge"}  # engine of a run -> key of ENGINES
 TASKS = ("pretrain", "sft", "lora")
+ENDS = 2  # stages beyond the layers: Megatron may count embedding and loss, as for 126 layers over 16 x 8 stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,18 @@ class StepSetup:
                 f"gbs {self.gbs} is not a multiple of dp x mbs = {self.dp} x {self.mbs} = {self.dp * self.mbs}"
             )
         _check_shards(self.shape.model, self.parallel)
-        if self.layer_count < self.parallel.pp * (self.parallel.vp or 1) // 2:
-            raise ConfigError(f"pp x vp = {self.parallel.pp * (self.parallel.vp or 1)} for {self.layer_count} layers")
+        stage_ranks, experts = self.gpus // self.parallel.pp, self.parallel.ep * self.parallel.etp
+        if stage_ranks % experts:
+            possible = [ep for ep in divisors(stage_ranks) if stage_ranks % (ep * self.parallel.etp) == 0]
+            raise ConfigError(
+                f"ep x etp = {experts} does not divide the {stage_ranks} GPUs of a pipeline stage; ep could be "
+                f"{', '.join(map(str, possible)) or 1}"
+            )
+        stages = self.parallel.pp * (self.parallel.vp or 1)
+        if self.layer_count + (ENDS if self.engine.startswith("megatron") else 0) < stages:
+            raise ConfigError(
+                f"pp x vp = {stages} stages for {self.layer_count} layers; use at most {self.layer_count}"
+            )
 
     @property
     def peak_dtype(self) -> str:
