@@ -12,11 +12,12 @@ from llmb.config.spec import Parallel
 from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.step_time.predictor import predict, step_memory
+from llmb.perfmodel.step_time.predictor import constants_of, predict, step_memory
 from llmb.perfmodel.step_time.step_setup import setup_of
+from llmb.perfmodel.step_time.waterfall import step_terms, step_work
 from llmb.perfmodel.tune.layout_reasons import setting_changes, term_changes
 from llmb.perfmodel.tune.layout_remedies import layout_remedies, least_memory
-from llmb.perfmodel.tune.layout_search import search_layouts
+from llmb.perfmodel.tune.layout_search import StepTimes, search_layouts
 from llmb.perfmodel.tune.layout_space import layout_space
 from llmb.perfmodel.tune.memory_savings import (
     COPY_EFFICIENCY,
@@ -42,6 +43,16 @@ def test_the_best_is_the_fastest_that_fits(search):
     assert all(c.memory <= limit and c.seconds >= best.seconds for c in search.candidates)
     fitting = [s for s in layout_space(run_of("llama3.1-70b"), {}) if step_memory(s).total <= limit]
     assert best.seconds <= min(predict(setup).step_time_s for setup in fitting) + 1e-9
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "native"])
+def test_layouts_that_differ_in_their_schedule_share_the_work_of_a_rank(engine):
+    base = run_of("grok1", gpus=64, engine=engine)
+    setups, times = list(layout_space(base, {"tp": 2})), StepTimes()
+    assert [times.seconds(setup) for setup in setups] == [
+        sum(step_terms(step_work(setup), constants_of(setup)).values()) for setup in setups
+    ]
+    assert len(times.works) < len(setups) / 2
 
 
 def test_as_few_layers_as_needed_are_recomputed():

@@ -63,12 +63,13 @@ class Rates:
     hbm: float
 
 
-def step_work(setup: StepSetup, on: Device | None = None) -> StepWork:
-    """Return the work of a step, on a GPU of the table or one with what-if changes."""
+def step_work(setup: StepSetup, on: Device | None = None, work: RankWork | None = None) -> StepWork:
+    """Return the work of a step, on a GPU of the table or one with what-if changes; `work`: of its rank, if known."""
     on = on or device_of(setup.gpu, setup.rates)
-    work = rank_work(setup, on)
-    if setup.engine == NATIVE:
-        work = native_work(setup, work)
+    if work is None:
+        work = rank_work(setup, on)
+        if setup.engine == NATIVE:
+            work = native_work(setup, work)
     return StepWork(setup, on, work, rank_traffic(setup, work, on), offloaded_bytes(setup))
 
 
