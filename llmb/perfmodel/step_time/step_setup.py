@@ -25,7 +25,7 @@ Recompute = Literal["none", "selective", "full"]
 DEFAULT_ENGINE = "megatron-bridge"
 ENGINE_OF = {"native": "native", "megatron_bridge": "megatron-bridge"}  # engine of a run -> key of ENGINES
 TASKS = ("pretrain", "sft", "lora")
-ENDS = 2  # stages beyond the layers: Megatron may count embedding and loss, as for 126 layers over 16 x 8 stages
+ENDS = 2  # stages beyond the layers and MTP's: Megatron may count embedding and loss, as for 126 layers over 16 x 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,8 @@ class StepSetup:
                 f"{', '.join(map(str, possible)) or 1}"
             )
         stages = self.parallel.pp * (self.parallel.vp or 1)
-        if self.layer_count + (ENDS if self.engine.startswith("megatron") else 0) < stages:
+        ends = self.shape.mtp_layers + ENDS if self.engine.startswith("megatron") else 0
+        if self.layer_count + ends < stages:
             raise ConfigError(
                 f"pp x vp = {stages} stages for {self.layer_count} layers; use at most {self.layer_count}"
             )
