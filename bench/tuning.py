@@ -205,14 +205,14 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 def explained(outcomes: Sequence[Outcome]) -> str:
     """Return why the best is faster than tuned layouts that are more than 5 % slower; one for each layout and GPU."""
-    worst: dict[tuple[str, ...], Outcome] = {}
+    worst: dict[tuple[object, ...], Outcome] = {}
     for outcome in outcomes:
         setup = outcome.case.setup
         key = (
             outcome.case.kind,
             outcome.case.model,
             setup.gpu,
-            layout_text(replace(setup, gpus=setup.gpus // setup.dp, gbs=setup.mbs)),
+            replace(setup.parallel, dp=1),
         )
         if outcome.case.kind in TUNED and (outcome.ratio or 0) > max(EXPLAINED, _ratio(worst.get(key))):
             worst[key] = outcome

@@ -101,12 +101,11 @@ def interval_class(setup: StepSetup) -> str:
 def log_half_width(setup: StepSetup) -> float:
     """Return half the width of the 80 % interval, in log space.
 
-    Wider for a GPU without published rows, and for fp8 recipes of ours that were not measured.
+    Wider for a GPU without published rows.
     """
     data = interval_data()
     native = read_interval(NATIVE_FILE)
-    is_measured = setup.gpu in native["measured_gpus"] and setup.dtype not in RECIPE_DTYPES.values()
-    if setup.engine == NATIVE and setup.gpus == 1 and is_measured:
+    if setup.engine == NATIVE and setup.gpus == 1 and setup.gpu in native["measured_gpus"]:
         return float(native["one_gpu"])
     unseen = 1.0 if setup.gpu in data["gpus"] else float(data["unseen_gpu"])
     return float(data["half_width"][interval_class(setup)]) * unseen
