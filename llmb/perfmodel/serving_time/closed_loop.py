@@ -124,8 +124,8 @@ def prefill_times(work: ServingWork, load: Load, r: ServingRates) -> LoopTimes:
     """
     prefill = _prefill(work, load, r, batch=0.0, context=load.isl, together=1.0)
     crowd = total(_prefill(work, load, r, batch=0.0, context=load.isl, together=load.together))
-    one = crowd / load.together / (load.replicas * load.stages)
-    ttft = _at_least(load.slots * one, total(prefill) + r.first_token)
+    per_prompt = crowd / load.together / (load.replicas * load.stages)
+    ttft = _at_least(load.slots * per_prompt, total(prefill) + r.first_token)
     waiting = (load.concurrency - load.slots) / load.slots * ttft
     return LoopTimes(
         ttft=ttft + waiting, tpot=0.0, queue=waiting, decode=dict.fromkeys(prefill, 0.0), prefill=prefill
