@@ -246,7 +246,7 @@ def missed(outcomes: Sequence[Outcome]) -> str:
         names = dict.fromkeys(
             f"{o.case.model} {o.case.setup.dtype} on {o.case.setup.gpus} {o.case.setup.gpu}" for o in above
         )
-        listed = f" ({', '.join(names)})" if len(names) <= MOST_NAMED else ""
+        listed = f" ({', '.join(names)})" if 0 < len(names) <= MOST_NAMED else ""
         parts.append(f"{len(above)} of {len(members)} {kind}{listed}")
     return f"More than {100 * (AIM - 1):.0f} % slower than the best: {'; '.join(parts)}."
 
