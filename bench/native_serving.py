@@ -38,21 +38,21 @@ class NativeRow:
     ttft_s: float | None = None
 
 
-def _setup(dtype: str, **fields: Any) -> ServingSetup:
-    return ServingSetup(
-        shape=find_model("llama3.1-8b"), gpu="h200", dtype=dtype, kv_dtype=dtype, engine="native", **fields
-    )
+def _setup(dtype: str, model: str = "llama3.1-8b", **fields: Any) -> ServingSetup:
+    return ServingSetup(shape=find_model(model), gpu="h200", dtype=dtype, kv_dtype=dtype, engine="native", **fields)
 
 
 def _row(section: str, figure: Mapping[str, Any]) -> NativeRow:
     pool = figure["pool"]
     if section == "serving":
         dtype, isl, osl, requests = (figure[name] for name in ("dtype", "isl", "osl", "requests"))
+        of_model = {name: figure[name] for name in ("model", "fp8_recipe") if name in figure}
         setup = _setup(
             dtype, isl=isl, osl=osl, concurrency=requests, waves=1, max_batch_size=figure["batch"],
-            max_num_tokens=figure["budget"], memory_fraction=OFFLINE_FRACTION,
+            max_num_tokens=figure["budget"], memory_fraction=OFFLINE_FRACTION, **of_model,
         )  # fmt: skip
-        return NativeRow(f"{dtype} {isl}/{osl}, {requests} requests", pool, setup, 1 / figure["tokens_per_s"])
+        title = f"{figure.get('model', '')} {dtype} {isl}/{osl}, {requests} requests".strip()
+        return NativeRow(title, pool, setup, 1 / figure["tokens_per_s"])
     if section == "decode":
         setup = _setup(figure["dtype"], isl=CONTEXT, osl=2, concurrency=1, waves=1)
         return NativeRow(f"{figure['dtype']} decode after {CONTEXT} tokens", pool, setup, figure["tpot_ms"] / 1e3)

@@ -36,7 +36,7 @@ def unseen_rows(data: Path, gpu: str) -> list[tuple[object, ...]]:
     groups: dict[tuple[str, ...], list[tuple[float, bool]]] = defaultdict(list)
     for setup, prediction, measured in _offline_rows(data / "published_inference.csv"):
         if setup.gpu == gpu:
-            low, high = prediction.interval_80["output_tokens_per_s"]
+            low, high = prediction.interval_80["output_tokens_per_s"] or (0.0, 0.0)
             error = 100 * abs(prediction.output_tokens_per_s / measured - 1)
             for key in ((setup.shape.model.name, setup.dtype), ("all", "")):
                 groups[key].append((error, low <= measured <= high))

@@ -57,6 +57,7 @@ class StepAmount:
     gpu: str
     dtype: str  # a key of SUSTAINED
     frozen: bool = False  # LoRA: no weight gradients
+    spared_macs: float = 0.0  # of a sequence, by windows that the model's description does not have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,4 +119,4 @@ def _training_flops(amount: StepAmount) -> tuple[float, float]:
     scores = sum(count * pairs * block.pair_macs for _, count, block in block_stack(amount.model))
     per_mac = (4.0 if amount.frozen else 6.0) * amount.sequences / amount.gpus
     low = sum(macs.values()) - macs["lm_head"] - scores
-    return per_mac * low, per_mac * (macs["lm_head"] + scores)
+    return per_mac * low, per_mac * (macs["lm_head"] + scores - amount.spared_macs)

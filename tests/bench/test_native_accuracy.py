@@ -19,7 +19,7 @@ def in_core():
 
 
 def test_every_row_that_fits_the_gpu_is_within_five_percent(in_core):
-    assert len(in_core) >= 30
+    assert len(in_core) >= 70
     assert not [f"{row.row}: {row.error:+.1f} %" for row in in_core if abs(row.error) > native.AIM]
 
 
@@ -31,7 +31,7 @@ def test_predictions_are_not_all_on_one_side(in_core):
 @pytest.mark.nightly
 def test_out_of_core_rows_are_within_five_percent():
     rows = [row for row in native.samples() if row.kind == "out of core"]
-    assert len(rows) == 9
+    assert len(rows) == 10
     assert not [f"{row.row}: {row.error:+.1f} %" for row in rows if abs(row.error) > native.AIM]
 
 

@@ -22,7 +22,7 @@ def outcomes():
 def test_the_ratio_is_that_of_predicted_times(outcomes):
     for outcome in outcomes:
         assert outcome.ratio == pytest.approx(outcome.own_s / outcome.best.seconds)
-    assert outcomes[0].ratio > 1.05  # recomputes half of its layers
+    assert 1.05 < outcomes[0].ratio < tuning.AIM  # its code recomputes nothing, though its table prints five layers
     assert outcomes[1].ratio == pytest.approx(1.0, abs=0.05)
 
 
@@ -44,10 +44,10 @@ def test_published_rows_are_taken_once_per_layout_at_two_scales():
 def test_tables_have_a_reason_for_every_slow_layout(outcomes):
     text = tuning.report(outcomes)
     assert "| rows of the recipes | 2 |" in text
-    assert "recompute_layers 5 -> 0" in text
-    assert "recompute 1." in text
-    assert outcomes[0].cause == "recompute"
-    assert "| recompute | 1 | 0 | 1 |" in text
+    assert "0 of 2 rows of the recipes;" in text
+    assert "pp 8 -> 2" in text
+    assert outcomes[0].cause == "pipeline bubble, imbalance and sends"
+    assert "| pipeline bubble, imbalance and sends | 1 | 0 | 0 |" in text
 
 
 def test_the_document_has_the_marks_of_the_tables():

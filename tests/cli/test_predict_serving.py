@@ -27,6 +27,18 @@ def test_the_text_shows_metrics_terms_and_batch(llmb_run):
         assert text in out
 
 
+def test_one_output_token_has_no_tpot(llmb_run, tmp_path):
+    serve = [*SERVE, "--osl", "1"]
+    data = json.loads(llmb_run(*serve, "--json")[1])
+    assert (data["tpot_ms"], data["interval_80"]["tpot_ms"]) == (None, None)
+    assert data["e2e_ms"] == data["ttft_ms"]
+    assert "TPOT: none of one output token" in llmb_run(*serve)[1]
+    assert llmb_run(*serve, "--concurrency", "1..8")[0] == 0
+    path = tmp_path / "loads.csv"
+    path.write_text("model,backend,system,precision,isl,osl,concurrency\nllama3.1-8b,vllm,h200,fp8,512,1,4\n")
+    assert llmb_run("predict", "--rows", path, "--task", "serve")[0] == 0
+
+
 def test_a_range_of_concurrencies_is_a_curve(llmb_run):
     serve = [*SERVE[: SERVE.index("64")], "1..256", "--set", "tp=2"]
     points = json.loads(llmb_run(*serve, "--json")[1])

@@ -217,6 +217,7 @@ def test_a_serving_recipe_is_tuned_at_its_own_load(llmb_run):
         ([*MODEL[:5], "--gpu-type", "h100", "--scale", "1", "--isl", "10", "--osl", "10"], "possible with --scale 2"),
         ([*SERVE, "--model", "llama3.1-8b"], "needs --gpu-type, --scale, --isl, --osl"),
         ([*MODEL, "--scale", "8", "--slo", "itl=5ms"], "itl"),
+        ([*MODEL, "--scale", "8", "--osl", "1", "--slo", "tpot=5ms"], "one output token has no TPOT"),
         ([*MODEL, "--scale", "8", "--set", "tp=no"], "tp must be a whole number"),
         ([*MODEL, "--scale", "8", "--set", "tp=3"], "no layout divides"),
         ([*INFERENCE, "--engine", "vllm", "--measure", "1"], "--measure runs the native engine"),

@@ -88,7 +88,9 @@ def test_arguments_hold_every_cell_of_the_row(case: tuple[str, Row]) -> None:
     assert flags["--use_megatron_fsdp"] == str(row.get("fsdp", False)).lower()
     assert (int(flags["--micro_batch_size"]), int(flags["--seq_length"])) == (row["mbs"], row["seqlen"])
     assert int(flags["--global_batch_size"]) == work.mbs * work.ga * config.parallel.dp
-    assert ("--recompute_num_layers" in flags) == bool(row.get("recompute_layers"))
+    # Megatron counts in each virtual stage, a row on the whole pipeline rank.
+    recomputed = int(flags.get("--recompute_num_layers", 0)) * (row["vp"] or 1)
+    assert recomputed == row.get("recompute_layers", 0)
     assert int(flags.get("--activation_offload_layers", 0)) == row.get("offload_layers", 0)
     assert ("--cuda_graph_impl" in flags) == (not row.get("cuda_graphs", False))
     assert flags["--compute_dtype"] == "fp8_cs"

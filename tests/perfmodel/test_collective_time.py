@@ -114,3 +114,11 @@ def test_groups_that_each_hold_all_weights_have_shorter_rings():
 def test_a_number_of_fsdp_ranks_that_is_all_replicas_makes_no_groups():
     assert parse_row(MAXTEXT | {"fsdp": "2048"}).setup.fsdp_ranks is None
     assert parse_row(MAXTEXT | {"fsdp": "true"}).setup.fsdp_ranks is None
+
+
+def test_fsdp_shards_over_cp_where_there_is_one_replica():
+    """torchtitan's 405B on 512 GPUs with tp 8, pp 8 and cp 8: 8 ranks share the weights of a stage."""
+    setup = step_setup("llama3.1-405b", "h100", 512, "fp8", gbs=8, tp=8, pp=8, cp=8, fsdp=True, engine="torchtitan")
+    traffic = rank_traffic(setup, rank_work(setup, H100), H100)
+    assert traffic.fsdp.network_bytes > 0
+    assert traffic.dp == Transfer()

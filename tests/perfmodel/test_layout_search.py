@@ -8,14 +8,16 @@ from test_layout_space import run_of
 from llmb.config.recipe import load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
+from llmb.config.spec import Parallel
 from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.step_time.predictor import predict, step_memory
+from llmb.perfmodel.step_time.predictor import constants_of, predict, step_memory
 from llmb.perfmodel.step_time.step_setup import setup_of
+from llmb.perfmodel.step_time.waterfall import step_terms, step_work
 from llmb.perfmodel.tune.layout_reasons import setting_changes, term_changes
 from llmb.perfmodel.tune.layout_remedies import layout_remedies, least_memory
-from llmb.perfmodel.tune.layout_search import search_layouts
+from llmb.perfmodel.tune.layout_search import StepTimes, search_layouts
 from llmb.perfmodel.tune.layout_space import layout_space
 from llmb.perfmodel.tune.memory_savings import (
     COPY_EFFICIENCY,
@@ -43,6 +45,16 @@ def test_the_best_is_the_fastest_that_fits(search):
     assert best.seconds <= min(predict(setup).step_time_s for setup in fitting) + 1e-9
 
 
+@pytest.mark.parametrize("engine", ["torchtitan", "native"])
+def test_layouts_that_differ_in_their_schedule_share_the_work_of_a_rank(engine):
+    base = run_of("grok1", gpus=64, engine=engine)
+    setups, times = list(layout_space(base, {"tp": 2})), StepTimes()
+    assert [times.seconds(setup) for setup in setups] == [
+        sum(step_terms(step_work(setup), constants_of(setup)).values()) for setup in setups
+    ]
+    assert len(times.works) < len(setups) / 2
+
+
 def test_as_few_layers_as_needed_are_recomputed():
     setup = replace(run_of("llama3.1-8b", gpus=8), mbs=2)
     room = external_room(setup)
@@ -52,6 +64,23 @@ def test_as_few_layers_as_needed_are_recomputed():
     assert variant.recompute_layers > 1
     assert room.estimate(with_recompute(setup, variant.recompute_layers - 1)).total > room.limit
     assert not list(fitting_variants(setup, {"recompute_layers": 1}, room))  # fixed below what it needs
+
+
+def test_megatron_recomputes_as_many_layers_in_every_virtual_stage():
+    """Its recompute_num_layers counts in each of them: 405B in NVFP4 with pp 16, vp 8 and 1 recomputes every layer."""
+    split = Parallel(tp=4, pp=8, vp=5, dp=2)
+    setup = replace(run_of("llama3.1-70b"), parallel=split, recompute="full", recompute_layers=1)
+    assert [replace(setup, recompute_layers=n).recomputed_layers for n in (1, 5, 6, 99)] == [5, 5, 10, 10]
+    assert replace(setup, recompute_layers=None).recomputed_layers == 10
+    assert replace(setup, engine="torchtitan", recompute_layers=3).recomputed_layers == 3
+    assert replace(setup, parallel=replace(split, vp=None), recompute_layers=3).recomputed_layers == 3
+    five, ten = (predict(replace(setup, recompute_layers=n)) for n in (5, 10))
+    assert predict(setup) == five
+    assert ten.terms["recompute"] == pytest.approx(2 * five.terms["recompute"])
+    assert ten.memory_gib < five.memory_gib
+    searched = search_layouts(run_of("llama3.1-70b"), {"tp": 2, "pp": 8, "vp": 5}).candidates
+    assert searched
+    assert {c.setup.recompute_layers for c in searched} <= {None, 5, 10}
 
 
 def test_offload_is_proposed_over_coherent_links_and_hides_behind_the_forward():

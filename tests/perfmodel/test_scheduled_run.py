@@ -106,3 +106,52 @@ def test_pipeline_stages_and_replicas_share_the_work():
     replicas = predict_serving(replace(LLAMA, concurrency=512, attention_dp=2))
     assert alone.output_tokens_per_s < staged.output_tokens_per_s < 2 * alone.output_tokens_per_s
     assert 1.5 * alone.output_tokens_per_s < replicas.output_tokens_per_s < 2.2 * alone.output_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "shape": find_model("llama3.3-70b"),
+            "pp": 4,
+            "gpu": "a100",
+            "dtype": "bf16",
+            "isl": 8192,
+            "osl": 128,
+            "concurrency": 1,
+        },
+        {"shape": find_model("llama3.1-70b"), "isl": 20_000, "osl": 2000, "concurrency": 200},  # 18 at a time
+    ],
+    ids=["a pipeline", "a long queue"],
+)
+def test_requests_in_the_engine_are_their_rate_times_their_time(changes):
+    """Little's law: all clients always have a request, but for the ramp-up of the first and the last wave."""
+    setup = replace(LLAMA, waves=10, **changes)
+    p = predict_serving(setup)
+    requests = p.output_tokens_per_s / setup.osl * p.e2e_ms / 1e3
+    assert 0.9 * setup.concurrency < requests < 1.01 * setup.concurrency
+
+
+def test_gemms_with_scales_of_blocks_are_slower_and_only_in_fp8():
+    qwen = replace(LLAMA, shape=find_model("qwen3-32b"), fp8_recipe="blockwise")
+    prefill = {"decodes": 0, "prefill": 4096, "pairs": 0.0}
+    blocks, rows = (
+        steps_of(replace(qwen, fp8_recipe=name)).terms(context=0.0, **prefill) for name in ("blockwise", None)
+    )
+    assert blocks["gemm"] / rows["gemm"] == pytest.approx(1 / calibrated_serving()["block_scales_native"], rel=0.03)
+    bf16 = [
+        steps_of(replace(qwen, dtype="bf16", fp8_recipe=name)).terms(context=0.0, **prefill)
+        for name in ("blockwise", None)
+    ]
+    assert bf16[0] == bf16[1]
+    assert replace(qwen, shape=find_model("deepseek-v3"), tp=8, ep=8, fp8_recipe=None).has_block_scales  # as published
+
+
+@pytest.mark.parametrize(("tokens", "us"), [(48, 701), (160, 925), (768, 1107), (8192, 5455), (16384, 9395)])
+def test_mxfp4_experts_take_as_long_as_the_kernel_alone(tokens, us):
+    """Both GEMMs of a layer of gpt-oss-120b on an H200 (bench/RESULTS.md), with random routing."""
+    setup = replace(LLAMA, shape=find_model("gpt-oss-120b"), dtype="nvfp4", max_batch_size=16384)
+    terms = steps_of(setup).terms(decodes=tokens, context=0.0) if tokens < 1000 else steps_of(setup).terms(
+        decodes=0, context=0.0, prefill=tokens
+    )  # fmt: skip
+    assert 1e6 * terms["experts"] / 36 == pytest.approx(us, rel=0.2)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llmb.errors import ConfigError
 from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.cache_slots import cache_slots, request_bytes
+from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_constants import (
     CONSTANTS_FILE,
     ENGINES,
@@ -83,6 +84,31 @@ def test_a_decode_step_is_never_faster_than_memory_is_read(setup, isl, osl, conc
     assert 0 < p.ttft_ms < math.inf
     assert p.batch <= concurrency
     assert p.memory_gib > 0
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "native"])
+def test_one_output_token_has_no_tpot_and_waits_for_the_prompts_of_others(engine):
+    """64 prompts of 1,024 tokens are 64 x 143 TFLOP: no two H200 prefill more than 20 of them a second in fp8."""
+    setup = replace(LLAMA_70B, osl=1, engine=engine)
+    p, two = predict_serving(setup), predict_serving(replace(setup, osl=2))
+    assert (p.tpot_ms, p.interval_80["tpot_ms"]) == (None, None)
+    assert p.e2e_ms == p.ttft_ms <= 1.1 * two.e2e_ms
+    limits = serving_limits(setup, ServedFigures(output_tokens_per_s=p.output_tokens_per_s))
+    assert all(limit.needed < limit.limit for limit in limits)
+    assert 0.8 * setup.concurrency < p.output_tokens_per_s * p.e2e_ms / 1e3 < 1.01 * setup.concurrency
+    alone = predict_serving(replace(setup, concurrency=1))
+    assert alone.ttft_ms < p.ttft_ms / 10
+
+
+def test_a_decode_step_of_a_mixture_reads_the_experts_of_one_token_at_least():
+    """A request that is in prefill nearly all the time still decodes whole steps."""
+    setup = ServingSetup(
+        shape=find_model("mixtral-8x22b"), gpu="h100-pcie", dtype="fp8", isl=120_000, osl=1024, concurrency=4096,
+        pp=2, engine="trtllm", kv_dtype="fp8",
+    )  # fmt: skip
+    p, work = predict_serving(setup), serving_work(setup)
+    weights = work.low_bytes + work.high_bytes + work.expert_bytes * work.routed
+    assert p.tpot_ms / 1e3 > weights / device(setup.gpu).memory_bandwidth
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.shape.model.name)

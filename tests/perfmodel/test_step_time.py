@@ -22,7 +22,7 @@ from llmb.perfmodel.step_time.saved_activations import saved_fraction
 from llmb.perfmodel.step_time.setup_fields import changed_device, parse_scales, scaled
 from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, calibrated, constants
 from llmb.perfmodel.step_time.step_work import block_counts, launched, rank_work, softmax_cost, stage_layers
-from llmb.perfmodel.step_time.waterfall import TERMS, step_terms, step_work, transfer_time
+from llmb.perfmodel.step_time.waterfall import TERMS, rates, step_terms, step_work, transfer_time
 
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
 LLAMA_70B = step_setup("llama3.1-70b", "h100", 64, "fp8", gbs=128, tp=4, pp=4, cp=2, vp=5)
@@ -292,7 +292,12 @@ def test_weak_scaling_grows_slowly():
         ({"dtype": "nvfp4"}, "h100 has no nvfp4 GEMMs; data types are: bf16, fp8, fp8-row, fp8-block, fp8-mx"),
         ({"gpu": "a100"}, "a100 has no fp8 GEMMs; data types are: bf16"),
         ({"mbs": 0}, "mbs must be a whole number"),
-        ({"parallel": Parallel(tp=4, pp=4, cp=2, vp=80)}, "pp x vp = 320 for 80 layers"),
+        ({"parallel": Parallel(tp=4, pp=4, cp=2, vp=80)}, "pp x vp = 320 stages for 80 layers; use at most 80"),
+        ({"parallel": Parallel(pp=2, vp=41), "engine": "native"}, "pp x vp = 82 stages for 80 layers"),
+        (
+            {"shape": QWEN.shape, "parallel": Parallel(tp=4, pp=4, cp=2, ep=32)},
+            "ep x etp = 32 does not divide the 16 GPUs of a pipeline stage; ep could be 1, 2, 4, 8, 16",
+        ),
         ({"parallel": Parallel(ep=8)}, "Llama-3.1-70B has no experts: ep 8 is not possible, use tp, pp or fsdp"),
         ({"parallel": Parallel(tp=3), "gpus": 48, "gbs": 96}, "tp 3 does not divide 64 attention heads; possible: [1"),
     ],
@@ -300,6 +305,33 @@ def test_weak_scaling_grows_slowly():
 def test_impossible_descriptions_say_what_is_wrong(changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         replace(LLAMA_70B, **changes)
+
+
+@pytest.mark.parametrize("gpu", FABRICS)
+def test_no_gpu_exceeds_its_peak(gpu):
+    """A large dense model without communication: the H20, whose clock is the highest of its family, is the nearest."""
+    setup = step_setup("llama3.1-70b", gpu, 1, "bf16", gbs=16, mbs=16)
+    assert predict(setup).mfu < 0.93
+    step = step_work(setup)
+    assert rates(step, calibrated()).bf16 < step.device.gpu.peak_flops["bf16"]
+
+
+def test_windows_of_the_catalog_are_counted_as_they_are_published():
+    """gpt-oss 120B at 4,096 tokens: 32.6 GFLOP/token in Megatron Bridge's tables from 26.06."""
+    oss = step_setup("gpt-oss-120b", "gb300", 64, "bf16", seqlen=4096, gbs=512, ep=8)
+    assert model_flops(oss) / oss.gbs / oss.seqlen == pytest.approx(32.6e9, rel=0.002)
+    gemma = step_setup("gemma-2-9b", "h20", 8, "bf16", seqlen=131072, gbs=2, tp=4)
+    assert predict(gemma).mfu < 0.93
+
+
+def test_native_recipes_with_many_scales_take_longer():
+    """Casts of their own, and slower GEMMs with scales of blocks: 17,363, 15,697 and 13,238 tokens/s on an H200."""
+    tensor, rows, blocks = (
+        predict(replace(LLAMA_8B, gpu="h200", gpus=1, gbs=4, engine="native", parallel=Parallel(), dtype=dtype)).terms
+        for dtype in ("fp8", "fp8-row", "fp8-block")
+    )
+    assert tensor["gemm"] == rows["gemm"] < blocks["gemm"]
+    assert tensor["quantization"] < rows["quantization"] < blocks["quantization"]
 
 
 def test_every_constant_is_positive_used_and_documented():

@@ -60,6 +60,8 @@ def _serving(options: argparse.Namespace) -> Explanation:
 def _served(options: argparse.Namespace, setup: ServingSetup) -> ServedFigures:
     """Return the figures; a rate follows from latencies and concurrency."""
     latency = None
+    if setup.osl == 1 and options.tpot_ms is not None:
+        raise ConfigError("--tpot-ms: one output token has no TPOT; give --tokens-per-s")
     if options.ttft_ms is not None or options.tpot_ms is not None:
         if options.ttft_ms is None or options.tpot_ms is None or not options.concurrency:
             raise ConfigError("latencies need all of --ttft-ms, --tpot-ms and --concurrency")

@@ -120,7 +120,7 @@ def _predict_rows(options: argparse.Namespace) -> int:
             "osl": lambda item: item["osl"],
             "concurrency": lambda item: item["concurrency"],
             "TTFT ms": lambda item: f"{item['ttft_ms']:.0f}",
-            "TPOT ms": lambda item: f"{item['tpot_ms']:.2f}",
+            "TPOT ms": lambda item: "-" if item["tpot_ms"] is None else f"{item['tpot_ms']:.2f}",
             "output tokens/s": lambda item: f"{item['output_tokens_per_s']:.0f}",
         },
     )

@@ -22,7 +22,6 @@ from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import DTYPES, StepSetup, setup_of
 from llmb.perfmodel.tune.layout_reasons import layout_fields
 from llmb.perfmodel.tune.layout_search import Candidate
-from llmb.perfmodel.tune.memory_savings import layers_of_rank
 from llmb.report.tune.measured_table import RECIPE, MeasuredLayout, measured_data, measured_text
 from llmb.report.tune.tune_table import TunedRun, layout_text
 
@@ -89,9 +88,7 @@ def _resolved(options: argparse.Namespace, settings: list[str], setup: StepSetup
     fields = {name: getattr(split, name) for name in ("tp", "pp", "cp", "vp", "ep", "etp", "fsdp")} | {"mbs": setup.mbs}
     config = _resolve(options, [*chosen, *_settings(fields)], setup, here)
     layers, counts = max_layers_per_rank(config.model.layers, config.parallel), layout_fields(setup)
-    scaled = {
-        name: -(-counts[name] * layers // layers_of_rank(setup)) for name in ("recompute_layers", "offload_layers")
-    }
+    scaled = {name: -(-counts[name] * layers // setup.most_layers) for name in ("recompute_layers", "offload_layers")}
     if not any(scaled.values()):
         return config
     return _resolve(options, [*chosen, *_settings(fields | scaled)], setup, here)

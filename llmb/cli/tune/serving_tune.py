@@ -33,6 +33,8 @@ def tune_serving(options: argparse.Namespace) -> int:
     fixed, settings = _split(options.set)
     limits = _limits(options.slo)
     recipe, base, gpus, config = _start(options, settings)
+    if base.osl == 1 and "tpot_ms" in limits:
+        raise ConfigError("--slo: one output token has no TPOT; limits of osl 1 are: ttft, e2e")
     if recipe is not None and not limits:
         fixed.setdefault("concurrency", recipe.setup.concurrency)  # the load of the benchmark
     elif recipe is not None:

@@ -102,8 +102,8 @@ def arguments(config: RunConfig) -> list[str]:
         "--seq_length": work.seqlen,
         "--max_steps": work.steps,
     }
-    if work.recompute_layers:
-        flags["--recompute_num_layers"] = work.recompute_layers
+    if work.recompute_layers:  # of a pipeline rank; Megatron counts in each of its virtual stages
+        flags["--recompute_num_layers"] = -(-work.recompute_layers // (parallel.vp or 1))
     if work.offload_layers:
         flags["--activation_offload_layers"] = work.offload_layers
     if not work.cuda_graphs:

@@ -16,7 +16,7 @@ from llmb.perfmodel.params import active_parameters
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
-from llmb.perfmodel.step_time.predictor import predict, run_model
+from llmb.perfmodel.step_time.predictor import predict, run_model, spared_macs
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 # Kind of work, as the profiler of a run names it -> terms of the predictor. Recompute counts as matrix products.
@@ -91,6 +91,7 @@ def step_amount(setup: StepSetup) -> StepAmount:
     return StepAmount(
         model=model, seqlen=seqlen, sequences=setup.gbs * setup.seqlen / seqlen, gpus=setup.gpus, gpu=setup.gpu,
         dtype=setup.peak_dtype, frozen=setup.task == "lora",
+        spared_macs=spared_macs(setup.shape, seqlen) * setup.layer_count / setup.shape.model.layers,
     )  # fmt: skip
 
 
@@ -163,7 +164,10 @@ def explain_serving(subject: str, setup: ServingSetup, figures: ServedFigures) -
         measured |= dict(zip(("ttft_ms", "tpot_ms"), figures.latency_ms, strict=True))
     expected = []
     for metric, value in measured.items():
-        predicted, (low, high) = getattr(prediction, metric), prediction.interval_80[metric]
+        predicted, interval = getattr(prediction, metric), prediction.interval_80[metric]
+        if interval is None:
+            continue
+        low, high = interval
         ratio = value / predicted if metric == "output_tokens_per_s" else predicted / value
         expected.append(
             Expected(

@@ -61,7 +61,7 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
     """Return the load of a setup."""
     slots = min(setup.concurrency, cache_slots(setup, work), setup.max_batch_size * setup.attention_dp)
     isl, osl = setup.isl * setup.length_ratio, max(2.0, setup.osl * setup.length_ratio)
-    mixed = setup.engine not in SEPARATE_PREFILL
+    mixed = setup.engine not in SEPARATE_PREFILL and setup.osl > 1
     decodes = slots / setup.attention_dp / setup.pp  # of one step: each pipeline stage works on its own part
     budget = max(setup.max_num_tokens - (decodes if mixed else 0), setup.max_num_tokens / 8)
     chunks = -(-isl // budget)
@@ -117,6 +117,21 @@ def loop_times(work: ServingWork, load: Load, r: ServingRates, queue: Number) ->
     return LoopTimes(ttft=ttft + waiting, tpot=tpot, queue=waiting, decode=decode, prefill=prefill)
 
 
+def prefill_times(work: ServingWork, load: Load, r: ServingRates) -> LoopTimes:
+    """Return the times of requests of one output token, which the prefill computes: a queue of prefills only.
+
+    A client waits for the prompts of all others, or for its own prefill where there are too few others.
+    """
+    prefill = _prefill(work, load, r, batch=0.0, context=load.isl, together=1.0)
+    crowd = total(_prefill(work, load, r, batch=0.0, context=load.isl, together=load.together))
+    per_prompt = crowd / load.together / (load.replicas * load.stages)
+    ttft = _at_least(load.slots * per_prompt, total(prefill) + r.first_token)
+    waiting = (load.concurrency - load.slots) / load.slots * ttft
+    return LoopTimes(
+        ttft=ttft + waiting, tpot=0.0, queue=waiting, decode=dict.fromkeys(prefill, 0.0), prefill=prefill
+    )  # fmt: skip
+
+
 def total(terms: dict[str, Number]) -> Number:
     """Return the seconds of all terms."""
     return sum(terms.values())
@@ -124,13 +139,18 @@ def total(terms: dict[str, Number]) -> Number:
 
 def _decode_step(work: ServingWork, load: Load, r: ServingRates, batch: Number, context: Number) -> dict[str, Number]:
     """Return a step of decode only; each pipeline stage works on its own part of the batch."""
-    requests = batch / load.stages
+    requests = _at_least(batch / load.stages, 1.0)  # a step without any is none
     tokens = requests * (1 + load.drafts)
     terms = step_seconds(
         work, r, tokens=tokens, all_tokens=tokens * load.replicas, sampled=tokens, decodes=requests, context=context
     )
     _add_stages(terms, load, r)
     return {name: seconds * (1 + load.drafts * load.draft_cost) for name, seconds in terms.items()}
+
+
+def _at_least(value: Number, least: Number) -> Number:
+    """Return the larger of two, floats or arrays."""
+    return least + (value - least + abs(value - least)) / 2
 
 
 def _add_stages(terms: dict[str, Number], load: Load, r: ServingRates) -> None:

@@ -27,6 +27,7 @@ Lines = dict[tuple[float, ...], tuple[float, float]]  # work of a step -> its se
 @dataclass(frozen=True)
 class _Cohort:
     requests: int
+    first_step: int
     last_step: int
     first_token_s: float
 
@@ -152,9 +153,11 @@ class _Run:
             self.ttft += requests.number * (self.now + through - requests.sent_s)
             self.first_ttft += requests.number * (self.now + through) if requests.sent_s == 0.0 else 0.0
         if count := chunks.prompts:
-            self.cohorts.append(_Cohort(count, self.step + self.length, self.now))
             self.decodes += count
             self.cached += count * (self.isl + 1)
+            # Decodes follow the last stage; until then those of others go on.
+            delay = round(through / self._decode_seconds(1)) if through else 0
+            self.cohorts.append(_Cohort(count, self.step, self.step + delay + self.length, self.now + through))
 
     def _decode(self) -> None:
         """Advance by steps of decodes only, until the oldest cohort ends or a request arrives that can be admitted."""
@@ -199,7 +202,8 @@ class _Run:
         self.decode_tokens += self.decodes * count
         while self.cohorts and self.cohorts[0].last_step <= self.step:
             cohort = self.cohorts.popleft()
-            self.cached -= cohort.requests * (self.isl + 1 + self.length * self.emitted)
+            steps = cohort.last_step - cohort.first_step
+            self.cached -= cohort.requests * (self.isl + 1 + steps * self.emitted)
             self.decodes -= cohort.requests
             self.tpot += cohort.requests * (self.now - cohort.first_token_s) / (self.osl - 1)
             followers = min(cohort.requests, self.unsent)
@@ -223,14 +227,17 @@ def run_times(steps: NativeStep, slots: int, c: Constants) -> LoopTimes:
     followed = min(clients, count)
     run = _Run(steps, share, followed, count, c)
     run.run()
-    queue = run.queue / count if clients > share else 0.0
-    longer_queue = queue * (clients / followed - 1)  # behind clients that were left out
+    ttft, queue = _mean_ttft(run, followed, count, requests), run.queue / count if clients > share else 0.0
+    if clients > share and count < 2 * clients:  # too few were followed: nearly all of the first wave
+        alone = (run.ttft - run.queue) / count
+        queue = run.now / count * (clients - share) * (1 - 0.5 / setup.waves)  # the first wave waits half as long
+        ttft = alone + queue
     context = run.isl + run.osl / 2
     batch = run.decode_tokens / run.step / setup.pp
     return LoopTimes(
-        ttft=_mean_ttft(run, followed, count, requests) + longer_queue,
+        ttft=ttft,
         tpot=run.tpot / count,
-        queue=queue + longer_queue,
+        queue=queue,
         decode=steps.terms(decodes=batch, context=context),
         prefill=steps.terms(
             decodes=0.0, context=0.0, prefill=run.isl, prompts=1, pairs=run.isl**2 / 2,

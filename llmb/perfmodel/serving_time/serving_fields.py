@@ -116,6 +116,7 @@ def serving_setup_of(config: RunConfig, engine: str = "native", rates: Rates | N
         draft_tokens=work.speculative_tokens,
         draft_shape=None if work.draft_model is None else run_shape(work.draft_model),
         draft_acceptance=work.draft_acceptance or (1.0,) * work.speculative_tokens,  # not stated: at most all
+        fp8_recipe=config.precision.fp8_recipe,
         rates=rates,
         gpu_memory_bytes=None if config.machine.gpu in FABRICS else memory_bytes(config.machine),
     )

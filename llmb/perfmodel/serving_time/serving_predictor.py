@@ -6,10 +6,11 @@ predict_serving(setup).interval_80["tpot_ms"]      -> (shortest, longest)
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from llmb.perfmodel.hardware import GIB, with_article
 from llmb.perfmodel.serving_time.cache_slots import memory_bytes_of
-from llmb.perfmodel.serving_time.closed_loop import Load, LoopTimes, load_of, loop_times
+from llmb.perfmodel.serving_time.closed_loop import Load, LoopTimes, load_of, loop_times, prefill_times
 from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.serving_time.scheduled_run import run_times
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_interval
@@ -30,14 +31,19 @@ class ServingPrediction:
     """Predicted means over all requests of a benchmark."""
 
     ttft_ms: float
-    tpot_ms: float
+    tpot_ms: float | None  # none: one output token, which the prefill computes
     e2e_ms: float  # ttft + (osl - 1) x tpot
     output_tokens_per_s: float
     output_tokens_per_s_per_gpu: float
     batch: float  # requests that run at once: the concurrency, or what the KV cache holds
     memory_gib: float  # of one GPU, with that batch
-    interval_80: dict[str, tuple[float, float]]  # by name of the metric
+    interval_80: dict[str, tuple[float, float] | None]  # by name of the metric
     terms: dict[str, dict[str, float]]  # seconds of a decode step, of the prefill of a request, and of waiting
+
+    @property
+    def tokens_per_s_per_user(self) -> float:
+        """Speed of one request's output; of a single token, over the whole request."""
+        return MS / (self.e2e_ms if self.tpot_ms is None else self.tpot_ms)
 
 
 def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants | None = None) -> ServingPrediction:
@@ -52,21 +58,23 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
             NativeStep.of(setup, work, rates, on, c) if setup.draft_shape is None else speculative_step(setup, on, c)
         )
         times = run_times(steps, int(load.slots), c)
+    elif setup.osl == 1:
+        times = prefill_times(work, load, rates)
     else:
         times = loop_times(work, load, rates, c["queue"])
-    ttft, tpot = float(times.ttft), float(times.tpot)
-    e2e = ttft + (setup.osl - 1) * tpot
+    ttft, tpot = float(times.ttft), None if setup.osl == 1 else float(times.tpot)
+    e2e = ttft + (setup.osl - 1) * (tpot or 0.0)
     rate = _output_rate(setup, load, times, e2e)
-    values = {
-        "ttft_ms": ttft * MS, "tpot_ms": tpot * MS, "e2e_ms": e2e * MS, "output_tokens_per_s": rate,
-        "output_tokens_per_s_per_gpu": rate / setup.gpus,
+    values: dict[str, Any] = {
+        "ttft_ms": ttft * MS, "tpot_ms": None if tpot is None else tpot * MS, "e2e_ms": e2e * MS,
+        "output_tokens_per_s": rate, "output_tokens_per_s_per_gpu": rate / setup.gpus,
     }  # fmt: skip
     return ServingPrediction(
         **values,
         batch=float(load.slots),
         memory_gib=memory_bytes_of(setup, work, load.slots) / GIB,
-        interval_80={name: _interval(setup, name, value) for name, value in values.items()},
-        terms=_terms(load, times),
+        interval_80={name: None if value is None else _interval(setup, name, value) for name, value in values.items()},
+        terms=_terms(load, times, tpot),
     )
 
 
@@ -100,12 +108,12 @@ def _output_rate(setup: ServingSetup, load: Load, times: LoopTimes, e2e: float) 
     return float(load.slots) * setup.osl / (e2e - float(times.queue))
 
 
-def _terms(load: Load, times: LoopTimes) -> dict[str, dict[str, float]]:
+def _terms(load: Load, times: LoopTimes, tpot: float | None) -> dict[str, dict[str, float]]:
     """Return seconds by kind; `scheduler` holds what is neither a decode step nor a request's own prefill."""
     decode = {name: float(seconds) for name, seconds in times.decode.items()}
     prefill = {name: float(seconds) for name, seconds in times.prefill.items()}
     waiting = {
-        "prefill_of_others_per_token": float(times.tpot) - sum(decode.values()) / load.emitted,
+        "prefill_of_others_per_token": 0.0 if tpot is None else tpot - sum(decode.values()) / load.emitted,
         "kv_cache_queue": float(times.queue),
         "ttft_besides_own_prefill": float(times.ttft - times.queue) - sum(prefill.values()),
     }

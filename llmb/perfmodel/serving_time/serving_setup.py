@@ -5,6 +5,7 @@ ServingSetup(shape=find_model("llama3.1-70b"), gpu="h200", dtype="fp8", isl=1024
 
 from dataclasses import dataclass, replace
 
+from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.native.speculation import MOST_DRAFTS
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
@@ -50,6 +51,7 @@ class ServingSetup:
     draft_acceptance: tuple[float, ...] = ()  # of a draft model, by position, in place of `acceptance`
     receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
     waves: int = WAVES  # requests per client: the first ones arrive together
+    fp8_recipe: str | None = None  # engine native: how fp8 weights are scaled; none: as the model is published
     gpu_memory_bytes: float | None = None  # as the driver reports it, of a GPU without fitted efficiencies
     rates: Rates | None = None  # measured by `probe`: of engine native, or of a GPU without fitted efficiencies
 
@@ -71,6 +73,12 @@ class ServingSetup:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1, got {getattr(self, name)!r}")
         _check_layout(self)
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether fp8 weights of the native engine have a scale for each block: as published, unless stated."""
+        recipe = self.fp8_recipe or published_fp8_recipe(self.shape.model)
+        return self.dtype == "fp8" and recipe == "blockwise"
 
     @property
     def gpus(self) -> int:

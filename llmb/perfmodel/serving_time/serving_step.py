@@ -67,6 +67,14 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         else bf16 * c["weight_only"],
     }[setup.dtype]
     bandwidth = on.memory_bandwidth
+    expert, expert_read = low * c["experts"], bandwidth * c[f"read_{family}"] * c["experts_read"]
+    if native and setup.dtype == "nvfp4" and "nvfp4" not in peaks:
+        expert, expert_read = (
+            peaks["bf16"] * c["experts_4bit_native"] * clock,
+            bandwidth * c["experts_4bit_read_native"],
+        )
+    if native and setup.has_block_scales:
+        low *= c["block_scales_native"]
     read = bandwidth * c[f"read_{family}"]
     low_read = read * (c["read_4bit"] if setup.dtype == "nvfp4" else 1.0)
     generation, ranks = setup.generation, setup.tp * setup.attention_dp
@@ -76,10 +84,10 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         low=low,
         high=bf16,
         head=bf16,
-        expert=low * c["experts"],
+        expert=expert,
         low_read=low_read,
         high_read=read,
-        expert_read=read * c["experts_read"] / (1.0 + c["ep_imbalance"] * (1 - 1 / setup.ep)),
+        expert_read=expert_read / (1.0 + c["ep_imbalance"] * (1 - 1 / setup.ep)),
         kv_read=bandwidth * c[f"kv_read{native}"] * (c["mla_read"] if setup.shape.model.mla else 1.0),
         attention=peaks["bf16"] * c[f"attention_{family}"] * clock,
         memory=bandwidth * c["memory"],

@@ -50,7 +50,7 @@ class RankTraffic:
 def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffic:
     """Return what the average pipeline rank sends."""
     split = setup.parallel
-    fsdp = split.fsdp and setup.dp > 1
+    fsdp = split.fsdp and setup.sharding_ranks > 1
     tp_forward, tp_backward = (_tp_bytes(setup, *counts) for counts in zip(TP_GATHERS, TP_SCATTERS, strict=True))
     nothing = Transfer()
     data = _data_parallel(setup, work, device)

@@ -4,8 +4,8 @@ Its Llama layer has an explicit backward with fused norms, activation and casts 
 modules, whose casts and gradient accumulation are passes of their own. GEMM algorithms are chosen by trial, so that
 only lost waves cost more than the sustained rate.
 
-Recipes with many scales per tensor (rowwise, blockwise) quantize in passes of their own. No rate of their GEMMs was
-measured yet: they count as those with one scale per tensor, which is a lower bound of their time.
+Recipes with many scales per tensor (rowwise, blockwise) quantize in passes of their own; GEMMs with scales of blocks
+are slower.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from llmb.perfmodel.offload.task_durations import causal_rate
 from llmb.perfmodel.shards import recomputed_macs_per_token
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device
 from llmb.perfmodel.step_time.fitted_constants import native_constants
-from llmb.perfmodel.step_time.step_setup import RECIPE_DTYPES, StepSetup
+from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import BACKWARD_ATTENTION, BlockWork, RankWork
 
 LOGIT_BYTES = 16.0  # per logit, of the work that this module starts from
@@ -50,12 +50,13 @@ def native_work(setup: StepSetup, work: RankWork) -> RankWork:
 
 def _block(setup: StepSetup, block: BlockWork, explicit: bool, accumulated: float, casts: float) -> BlockWork:
     c = native_constants("work")
-    is_fused = explicit and setup.dtype not in RECIPE_DTYPES.values()
+    own_passes = {"fp8-row": c["rowwise_casts"], "fp8-block": c["blockwise_casts"]}
+    fused = c["fused_quantization"] if explicit else 1.0
     return replace(
         block,
         attention_flops=block.attention_flops * (c["softcap"] if setup.shape.model.attn_logit_softcap else 1.0),
         memory_bytes=block.memory_bytes * (c["fused_passes"] if explicit else 1.0) + accumulated,
-        quantize_bytes=block.quantize_bytes * (c["fused_quantization"] if is_fused else 1.0) + casts,
+        quantize_bytes=block.quantize_bytes * own_passes.get(setup.dtype, fused) + casts,
     )
 
 
@@ -66,6 +67,7 @@ def native_rates(setup: StepSetup, on: Device, power_gain: float = 1.0) -> dict[
     speed *= power_gain
     bf16, hbm = peaks["bf16"] * speed, on.memory_bandwidth * bandwidth
     low = min(peaks[setup.peak_dtype], 2 * peaks.get("fp8", 0.0)) * c["gemm_fp8"] * speed
+    low *= c["gemm_blockwise"] if setup.dtype == "fp8-block" else 1.0
     ratio = H200.square_tokens / setup.seqlen
     forward = causal_rate(c["attention_forward"], c["long_attention_forward"], ratio)
     backward = causal_rate(c["attention_backward"], c["long_attention_backward"], ratio)

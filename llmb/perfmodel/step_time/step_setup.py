@@ -6,6 +6,7 @@ StepSetup(shape=find_model("llama3.1-8b"), gpu="h100", gpus=8, dtype="fp8", seql
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmb.config.parallel_layout import divisors
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
@@ -24,6 +25,7 @@ Recompute = Literal["none", "selective", "full"]
 DEFAULT_ENGINE = "megatron-bridge"
 ENGINE_OF = {"native": "native", "megatron_bridge": "megatron-bridge"}  # engine of a run -> key of ENGINES
 TASKS = ("pretrain", "sft", "lora")
+ENDS = 2  # stages beyond the layers and MTP's: Megatron may count embedding and loss, as for 126 layers over 16 x 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class StepSetup:
     fsdp_ranks: int | None = None  # among which fsdp shards, each group of them with all weights; none: all replicas
     layers: int | None = None  # of a model with fewer layers than the published one
     recompute: Recompute = "none"
-    recompute_layers: int | None = None  # of a pipeline rank, with recompute full; none: all
+    recompute_layers: int | None = None  # of a pipeline rank, at least, with recompute full; none: all
     recompute_modules: tuple[str, ...] = ()  # of every layer, by Megatron's names: step_work.py
     offload_layers: int = 0  # of a pipeline rank: activations in host memory
     graphs: float = 0.0  # fraction of the launches that CUDA graphs replace; 1: the whole step, experts too
@@ -79,8 +81,19 @@ class StepSetup:
                 f"gbs {self.gbs} is not a multiple of dp x mbs = {self.dp} x {self.mbs} = {self.dp * self.mbs}"
             )
         _check_shards(self.shape.model, self.parallel)
-        if self.layer_count < self.parallel.pp * (self.parallel.vp or 1) // 2:
-            raise ConfigError(f"pp x vp = {self.parallel.pp * (self.parallel.vp or 1)} for {self.layer_count} layers")
+        stage_ranks, experts = self.gpus // self.parallel.pp, self.parallel.ep * self.parallel.etp
+        if stage_ranks % experts:
+            possible = [ep for ep in divisors(stage_ranks) if stage_ranks % (ep * self.parallel.etp) == 0]
+            raise ConfigError(
+                f"ep x etp = {experts} does not divide the {stage_ranks} GPUs of a pipeline stage; ep could be "
+                f"{', '.join(map(str, possible)) or 1}"
+            )
+        stages = self.parallel.pp * (self.parallel.vp or 1)
+        ends = self.shape.mtp_layers + ENDS if self.engine.startswith("megatron") else 0
+        if self.layer_count + ends < stages:
+            raise ConfigError(
+                f"pp x vp = {stages} stages for {self.layer_count} layers; use at most {self.layer_count}"
+            )
 
     @property
     def peak_dtype(self) -> str:
@@ -114,6 +127,22 @@ class StepSetup:
     @property
     def layer_count(self) -> int:
         return self.layers or self.shape.model.layers
+
+    @property
+    def most_layers(self) -> int:
+        """Layers of the fullest pipeline rank."""
+        return -(-self.layer_count // self.parallel.pp)
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Layers of the fullest pipeline rank whose forward is repeated.
+
+        Megatron's recompute_num_layers counts in each virtual stage, so with vp they come in multiples of it.
+        """
+        if self.recompute != "full" or self.recompute_layers is None:
+            return self.most_layers if self.recompute == "full" else 0
+        stages = (self.parallel.vp or 1) if self.engine.startswith("megatron") else 1
+        return min(self.most_layers, -(-self.recompute_layers // stages) * stages)
 
 
 def parse_dtype(text: str) -> str:

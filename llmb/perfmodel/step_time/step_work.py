@@ -86,7 +86,7 @@ class RankWork:
     mamba_layers: float  # blocks of Mamba outside CUDA graphs
     captured_blocks: float  # blocks that are a CUDA graph of their own
     sharded_blocks: float  # blocks whose weights FSDP gathers, outside CUDA graphs
-    module_gemms: dict[str, float]  # forward, of modules that Megatron recomputes by name, as fractions of all GEMMs
+    module_gemms: dict[str, float]  # forward, of modules if some are recomputed by name, as fractions of all GEMMs
     expert_layers: float
     local_experts: float
     step_bytes: float  # memory traffic of the optimizer in a step
@@ -117,7 +117,7 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
         mamba_layers=counts.get("mamba", 0.0) * launched(setup, "mamba"),
         captured_blocks=sum(count for kind, count in counts.items() if is_captured(setup, kind)),
         sharded_blocks=sum(counts.values()) * (1.0 - setup.graphs) if split.fsdp else 0.0,
-        module_gemms=_module_gemms(setup, counts),
+        module_gemms=_module_gemms(setup, counts) if setup.recompute_modules else {},
         expert_layers=counts.get("experts", 0.0),
         local_experts=model.experts.count / split.ep if model.experts else 0.0,
         step_bytes=trained * (UPDATE_BYTES * sharded + 4.0 * (dense + routed + ends)),

@@ -63,12 +63,13 @@ class Rates:
     hbm: float
 
 
-def step_work(setup: StepSetup, on: Device | None = None) -> StepWork:
-    """Return the work of a step, on a GPU of the table or one with what-if changes."""
+def step_work(setup: StepSetup, on: Device | None = None, work: RankWork | None = None) -> StepWork:
+    """Return the work of a step, on a GPU of the table or one with what-if changes; `work`: of its rank, if known."""
     on = on or device_of(setup.gpu, setup.rates)
-    work = rank_work(setup, on)
-    if setup.engine == NATIVE:
-        work = native_work(setup, work)
+    if work is None:
+        work = rank_work(setup, on)
+        if setup.engine == NATIVE:
+            work = native_work(setup, work)
     return StepWork(setup, on, work, rank_traffic(setup, work, on), offloaded_bytes(setup))
 
 
@@ -191,10 +192,7 @@ def _exposed_tp(setup: StepSetup, c: Constants) -> float:
 
 def _recomputed_part(setup: StepSetup) -> float:
     """Return the fraction of a rank's layers whose whole forward is repeated."""
-    if setup.recompute != "full":
-        return 0.0
-    layers = setup.layer_count / setup.parallel.pp
-    return 1.0 if setup.recompute_layers is None else min(1.0, setup.recompute_layers / layers)
+    return min(1.0, setup.recomputed_layers / (setup.layer_count / setup.parallel.pp))
 
 
 def _recompute(step: StepWork, forward: dict[str, float], collectives: float) -> float:

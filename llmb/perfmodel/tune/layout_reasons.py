@@ -14,11 +14,11 @@ NOTICEABLE = 0.003  # of the step time, to be named as a reason
 def layout_fields(setup: StepSetup) -> dict[str, int | bool]:
     """Return the searched settings of a run, under the names of --set."""
     split = setup.parallel
-    recomputed = setup.recompute_layers or (-(-setup.layer_count // split.pp) if setup.recompute == "full" else 0)
     ep, etp = (split.ep, split.etp) if setup.shape.model.experts else (1, 1)
     return {
         "tp": split.tp, "pp": split.pp, "vp": split.vp or 1, "cp": split.cp, "ep": ep, "etp": etp,
-        "fsdp": split.fsdp, "mbs": setup.mbs, "recompute_layers": recomputed, "offload_layers": setup.offload_layers,
+        "fsdp": split.fsdp, "mbs": setup.mbs, "recompute_layers": setup.recomputed_layers,
+        "offload_layers": setup.offload_layers,
     }  # fmt: skip
 
 

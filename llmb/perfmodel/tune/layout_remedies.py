@@ -10,7 +10,7 @@ from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.setup_fields import scaled
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.tune.layout_space import layout_space
-from llmb.perfmodel.tune.memory_savings import external_room, layers_of_rank, usable_fraction, with_recompute
+from llmb.perfmodel.tune.memory_savings import external_room, usable_fraction, with_recompute
 
 MOST_GPUS = 16384
 
@@ -39,5 +39,5 @@ def least_memory(base: StepSetup, fixed: Mapping[str, Any]) -> float:
     """Return the least bytes of any layout, with every layer recomputed."""
     room = external_room(base)
     free = {name: value for name, value in fixed.items() if name not in ("recompute_layers", "offload_layers")}
-    totals = (room.estimate(with_recompute(s, layers_of_rank(s))).total for s in layout_space(base, free))
+    totals = (room.estimate(with_recompute(s, s.most_layers)).total for s in layout_space(base, free))
     return min(totals, default=math.inf)

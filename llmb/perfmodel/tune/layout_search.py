@@ -9,11 +9,12 @@ dear for the native engine, is estimated from the fastest one on, up to those th
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmb.perfmodel.step_time.predictor import constants_of
 from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.step_work import RankWork
 from llmb.perfmodel.step_time.waterfall import step_terms, step_work
 from llmb.perfmodel.tune.layout_space import check_fixed, layout_space
 from llmb.perfmodel.tune.memory_savings import (
@@ -21,7 +22,6 @@ from llmb.perfmodel.tune.memory_savings import (
     copies_are_hidden,
     external_room,
     fitting_variants,
-    layers_of_rank,
     with_offload,
     with_recompute,
 )
@@ -73,46 +73,56 @@ def search_layouts(
     setups = list(layout_space(base, fixed))
     runnable = setups if is_runnable is None else [setup for setup in setups if is_runnable(setup)]
     candidates: list[Candidate] = []
-    fastest = math.inf
-    for seconds, setup in sorted(((step_seconds(setup), setup) for setup in runnable), key=lambda pair: pair[0]):
+    fastest, times = math.inf, StepTimes()
+    for seconds, setup in sorted(((times.seconds(setup), setup) for setup in runnable), key=lambda pair: pair[0]):
         if seconds > SLOWEST * fastest:  # recompute would make it slower still
             break
         for variant, estimate in fitting_variants(setup, fixed, room):
-            candidate = Candidate(variant, step_seconds(variant), estimate.total)
+            candidate = Candidate(variant, times.seconds(variant), estimate.total)
             if copies_are_hidden(variant, estimate.host, candidate.seconds):
                 candidates.append(candidate)
                 fastest = min(fastest, candidate.seconds)
     if "recompute_layers" not in fixed and "offload_layers" not in fixed:
-        candidates += _all_recomputed(sorted(candidates, key=_rank)[:EXTENDED], room)
+        candidates += _all_recomputed(sorted(candidates, key=_rank)[:EXTENDED], room, times)
     return LayoutSearch(
         candidates=tuple(sorted(candidates, key=_rank)),
         considered=len(setups),
         room=room,
-        smallest=None if candidates else _smallest(runnable, room),
+        smallest=None if candidates else _smallest(runnable, room, times),
     )
 
 
-def step_seconds(setup: StepSetup) -> float:
-    """Return the predicted step time."""
-    return sum(step_terms(step_work(setup), constants_of(setup)).values())
+@dataclass
+class StepTimes:
+    """Predicted step times of layouts of one run; those that differ in schedule only share the work of their rank."""
+
+    works: dict[tuple[Any, ...], RankWork] = field(default_factory=dict)
+
+    def seconds(self, setup: StepSetup) -> float:
+        """Return the predicted step time."""
+        split = setup.parallel
+        key = (split.tp, split.cp, split.pp, split.ep, split.etp, split.fsdp, setup.mbs)
+        step = step_work(setup, work=self.works.get(key))
+        self.works[key] = step.work
+        return sum(step_terms(step, constants_of(setup)).values())
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
     return candidate.seconds, candidate.memory
 
 
-def _all_recomputed(candidates: list[Candidate], room: MemoryRoom) -> list[Candidate]:
+def _all_recomputed(candidates: list[Candidate], room: MemoryRoom, times: StepTimes) -> list[Candidate]:
     """Return the same layouts with every layer recomputed: the low-memory end of the Pareto set."""
     listed = {candidate.setup for candidate in candidates}
     setups = dict.fromkeys(
-        with_recompute(with_offload(c.setup, 0), layers_of_rank(c.setup)) for c in candidates
+        with_recompute(with_offload(c.setup, 0), c.setup.most_layers) for c in candidates
     )  # two variants of a layout become one
-    return [Candidate(s, step_seconds(s), room.estimate(s).total) for s in setups if s not in listed]
+    return [Candidate(s, times.seconds(s), room.estimate(s).total) for s in setups if s not in listed]
 
 
-def _smallest(setups: list[StepSetup], room: MemoryRoom) -> Candidate | None:
+def _smallest(setups: list[StepSetup], room: MemoryRoom, times: StepTimes) -> Candidate | None:
     """Return the layout with the least memory, every layer recomputed; None: there is none."""
-    recomputed = [with_recompute(setup, layers_of_rank(setup)) for setup in setups]
+    recomputed = [with_recompute(setup, setup.most_layers) for setup in setups]
     totals = [(room.estimate(setup).total, setup) for setup in recomputed]
     memory, setup = min(totals, key=lambda pair: pair[0], default=(math.inf, None))
-    return None if setup is None else Candidate(setup, step_seconds(setup), memory)
+    return None if setup is None else Candidate(setup, times.seconds(setup), memory)

@@ -72,20 +72,16 @@ def fitting_variants(
 
 
 def with_recompute(setup: StepSetup, layers: int) -> StepSetup:
-    """Return the run with this many recomputed layers on each pipeline rank."""
+    """Return the run with this many recomputed layers on each pipeline rank, or the next number an engine takes."""
     if layers == (setup.recompute_layers or 0):
         return setup
-    return replace(setup, recompute="full" if layers else "none", recompute_layers=layers or None)
+    changed = replace(setup, recompute="full" if layers else "none", recompute_layers=layers or None)
+    return replace(changed, recompute_layers=changed.recomputed_layers) if layers else changed
 
 
 def with_offload(setup: StepSetup, layers: int) -> StepSetup:
     """Return the run with the activations of this many layers in host memory."""
     return setup if layers == setup.offload_layers else replace(setup, offload_layers=layers)
-
-
-def layers_of_rank(setup: StepSetup) -> int:
-    """Return the layers of the fullest pipeline rank."""
-    return -(-setup.layer_count // setup.parallel.pp)
 
 
 def may_offload(setup: StepSetup) -> bool:
@@ -105,14 +101,16 @@ def _least_change(
     setup: StepSetup, change: Callable[[StepSetup, int], StepSetup], room: MemoryRoom
 ) -> Iterator[tuple[StepSetup, MemoryEstimate]]:
     """Yield the run with as few changed layers as fit; the estimate falls about linearly with them."""
-    most = layers_of_rank(setup)
+    most = setup.most_layers
     last = room.estimate(change(setup, most)).total
     if last > room.limit:
         return
-    first = room.estimate(change(setup, 1)).total
-    excess = max(0.0, first - room.limit)  # 0 where there is one layer only, as the last estimate is that of the first
-    fewest = 1 + math.ceil(excess / (first - last) * (most - 1)) if excess else 1
-    for layers in range(fewest, most + 1):
+    smallest = change(setup, 1)
+    unit = smallest.recompute_layers or 1  # layers that change together
+    first = room.estimate(smallest).total
+    excess = max(0.0, first - room.limit)  # 0 where one change is all, as the last estimate is that of the first
+    fewest = unit + math.ceil(excess / (first - last) * (most - unit)) if excess else unit
+    for layers in (*range(fewest, most, unit), most):
         changed = change(setup, layers)
         estimate = room.estimate(changed)
         if estimate.total <= room.limit:

@@ -28,7 +28,7 @@ class ServingCandidate:
 
     @property
     def tokens_per_s_per_user(self) -> float:
-        return 1e3 / self.prediction.tpot_ms
+        return self.prediction.tokens_per_s_per_user
 
     def keeps(self, limits: Limits) -> bool:
         """Return whether every limited mean is within its limit."""

@@ -20,7 +20,7 @@ METRICS = (
 
 def describe_serving(setup: ServingSetup, p: ServingPrediction, base: ServingPrediction | None = None) -> str:
     """Return the figures and terms of one prediction; `base` is that without what-if changes."""
-    figures = [(title, f"{getattr(p, name):,.1f}", *_range(p, name), unit) for name, title, unit in METRICS]
+    figures = [(title, _figure(getattr(p, name)), *_range(p, name), unit) for name, title, unit in METRICS]
     decode, prefill = p.terms["decode_step"], p.terms["prefill"]
     terms = [
         (title, f"{1e3 * decode[name]:.3f}", f"{1e3 * prefill[name]:.1f}")
@@ -36,7 +36,7 @@ def describe_serving(setup: ServingSetup, p: ServingPrediction, base: ServingPre
         "",
         render(("term", "decode step ms", "prefill of a request ms"), terms),
         "",
-        f"TPOT: a decode step and {1e3 * waiting['prefill_of_others_per_token']:.2f} ms for prefills of other requests",
+        _tpot_line(p),
         f"TTFT: the prefill, {1e3 * waiting['ttft_besides_own_prefill']:.0f} ms of waiting for others and of HTTP"
         + (
             f", {1e3 * waiting['kv_cache_queue']:,.0f} ms for space in the KV cache"
@@ -53,14 +53,25 @@ def describe_serving(setup: ServingSetup, p: ServingPrediction, base: ServingPre
     return "\n".join(lines)
 
 
+def _tpot_line(p: ServingPrediction) -> str:
+    if p.tpot_ms is None:
+        return "TPOT: none of one output token, which the prefill computes"
+    others = 1e3 * p.terms["scheduler"]["prefill_of_others_per_token"]
+    return f"TPOT: a decode step and {others:.2f} ms for prefills of other requests"
+
+
 def _unproven(setup: ServingSetup) -> list[str]:
     note = unproven_note(setup)
     return [] if note is None else [note]
 
 
 def _range(p: ServingPrediction, name: str) -> tuple[str, str]:
-    low, high = p.interval_80[name]
-    return f"{low:,.1f}", f"{high:,.1f}"
+    low, high = p.interval_80[name] or (None, None)
+    return _figure(low), _figure(high)
+
+
+def _figure(value: float | None, decimals: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{decimals}f}"
 
 
 def _capacity(setup: ServingSetup) -> str:
@@ -84,11 +95,12 @@ def describe_serving_curve(points: Sequence[tuple[ServingSetup, ServingPredictio
     )  # fmt: skip
     rows = []
     for setup, p in points:
-        low, high = p.interval_80["tpot_ms"]
+        low, high = p.interval_80["tpot_ms"] or (None, None)
         rows.append((
-            setup.concurrency, f"{p.batch:.0f}", f"{p.ttft_ms:,.0f}", f"{p.tpot_ms:.2f}", f"{low:.2f}-{high:.2f}",
+            setup.concurrency, f"{p.batch:.0f}", f"{p.ttft_ms:,.0f}", _figure(p.tpot_ms, 2),
+            "-" if low is None else f"{low:.2f}-{high:.2f}",
             f"{p.e2e_ms / 1e3:.2f}", f"{p.output_tokens_per_s:,.0f}", f"{p.output_tokens_per_s_per_gpu:,.0f}",
-            f"{1e3 / p.tpot_ms:.1f}", f"{p.memory_gib:.0f}",
+            f"{p.tokens_per_s_per_user:.1f}", f"{p.memory_gib:.0f}",
         ))  # fmt: skip
     return (
         _title(points[0][0]).rpartition(", concurrency")[0]

@@ -106,11 +106,14 @@ def _spread(pareto: list[ServingCandidate]) -> list[ServingCandidate]:
 
 def _table_row(mark: str, candidate: ServingCandidate, tuned: TunedServing) -> tuple[str, ...]:
     setup, p = candidate.setup, candidate.prediction
-    low, high = p.interval_80["output_tokens_per_s_per_gpu"]
+    interval = p.interval_80["output_tokens_per_s_per_gpu"]
+    assert interval is not None
+    low, high = interval
     return (
         mark, engine_text(setup), f"{max(1, tuned.search.gpus // setup.gpus)}", f"{setup.concurrency}",
         f"{p.batch:.0f}", f"{setup.max_num_tokens}", f"{p.output_tokens_per_s_per_gpu:,.0f}", f"{low:,.0f}-{high:,.0f}",
-        f"{candidate.tokens_per_s_per_user:.0f}", f"{p.ttft_ms:,.0f}", f"{p.tpot_ms:.1f}", f"{p.memory_gib:.0f}",
+        f"{candidate.tokens_per_s_per_user:.0f}", f"{p.ttft_ms:,.0f}",
+        "-" if p.tpot_ms is None else f"{p.tpot_ms:.1f}", f"{p.memory_gib:.0f}",
         f"{100 * (1 - candidate.tokens_per_s_per_gpu / tuned.best.tokens_per_s_per_gpu):.1f} %",
     )  # fmt: skip
 
