@@ -60,6 +60,17 @@ def test_a_config_json_with_experts_and_mla(llmb_run, tmp_path):
     assert described["step_time_s"] == pytest.approx(named["step_time_s"], rel=1e-6)
 
 
+def test_a_curve_has_the_scales_that_hold_all_experts(llmb_run):
+    """ep 8 x etp 4 of Grok-1 on GB200 take 32 GPUs, its tp 4 alone would take 4."""
+    code, out, err = llmb_run("predict", "-w", "pretrain_grok1", "--gpu-type", "gb200", "--scale", "8..128", "--json")
+    assert (code, err) == (0, "")
+    assert [point["gpus"] for point in json.loads(out)] == [32, 64, 128]
+    few = ["--model", "qwen3-30b-a3b", "--gpu-type", "b200", "--scale", "8..32", "--set", "ep=64"]
+    code, _, err = llmb_run("predict", *few)
+    assert code == 1
+    assert "no scale of 8..32 is a multiple of 64" in err
+
+
 def test_a_range_of_scales_is_a_curve(llmb_run):
     code, out, _ = llmb_run("predict", "-w", "pretrain_nemotronh", "-s", "56b", "--dtype", "fp8", "--gpu-type", "h100",
                             "--scale", "32..16384", "--json")  # fmt: skip

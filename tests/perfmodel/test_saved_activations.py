@@ -80,3 +80,8 @@ def test_a_fuller_rank_saves_more_routed_tokens_only():
     assert step_memory(setup, 1.25).activations > step_memory(setup).activations
     assert step_memory(setup, 1.25).weights == step_memory(setup).weights
     assert saved_fraction(LLAMA, 1.25) == saved_fraction(LLAMA)
+
+
+def test_groups_of_sharded_weights_may_be_smaller_than_those_of_experts():
+    setup = step_setup("qwen3-30b-a3b", "b200", 256, "bf16", gbs=256, ep=64, fsdp=True, fsdp_ranks=8)
+    assert 0 < step_memory(setup).total < step_memory(replace(setup, fsdp_ranks=4)).total * 1.01

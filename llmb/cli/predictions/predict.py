@@ -140,7 +140,7 @@ def _model_setups(options: argparse.Namespace) -> list[Any]:
     from llmb.errors import ConfigError
     from llmb.perfmodel.step_time.cluster_fabric import FABRICS
     from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
-    from llmb.perfmodel.step_time.setup_fields import build_setup, parse_scales, parse_settings
+    from llmb.perfmodel.step_time.setup_fields import build_setup, layout_gpus, parse_scales, parse_settings
 
     if options.size:
         raise ConfigError("-s names a size of -w; with --model write the whole name, such as llama3.1-8b")
@@ -152,10 +152,10 @@ def _model_setups(options: argparse.Namespace) -> list[Any]:
     scales, dtype = parse_scales(options.scale), (options.dtype or "bf16").lower()
     if len(scales) == 1:
         return [build_setup(shape, gpu, scales[0], dtype, values)]
-    ranks = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
+    ranks = layout_gpus(*(values.get(name, 1) for name in ("tp", "pp", "cp", "ep", "etp")))
     usable = [scale for scale in scales if scale % ranks == 0]
     if not usable:
-        raise ConfigError(f"no scale of {options.scale} is a multiple of tp x pp x cp = {ranks}")
+        raise ConfigError(f"no scale of {options.scale} is a multiple of {ranks}, the GPUs that the layout takes")
     return _curve(build_setup(shape, gpu, usable[0], dtype, values), usable)
 
 
@@ -169,13 +169,15 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     """Return the descriptions of a recipe row, at its own scale or with its layout at others (weak scaling)."""
     from llmb.cli.recipe_row import resolve_row
     from llmb.errors import ConfigError
+    from llmb.perfmodel.step_time.setup_fields import layout_gpus
     from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, setup_of
 
     config, scales = resolve_row(options)
     # Rows are those of published runs: without a word about the engine, the one that ran them.
     engine = None if any(text.startswith("engine=") for text in options.set) else DEFAULT_ENGINE
     setup = setup_of(config, engine=engine)
-    ranks = setup.gpus // setup.dp
+    split = setup.parallel
+    ranks = layout_gpus(split.tp, split.pp, split.cp, split.ep, split.etp)
     usable = [scale for scale in scales if scale % ranks == 0]
     if not usable:
         raise ConfigError(f"the layout takes {ranks} GPUs; --scale must be a multiple of {ranks}")

@@ -128,7 +128,9 @@ def step_memory(setup: StepSetup, routed: float = 1.0) -> MemoryEstimate:
     `routed`: tokens that its experts get, against an even routing; the native engine has a capacity of its own.
     """
     if setup.fsdp_ranks is not None:  # as much as a run of one group that has all weights
-        dp = setup.fsdp_ranks // setup.parallel.cp
+        split = setup.parallel
+        experts = split.ep * split.etp  # whose ranks may be more than those of one group
+        dp = math.lcm(setup.fsdp_ranks // split.cp, experts // math.gcd(experts, split.tp * split.cp))
         gpus, gbs = setup.gpus // setup.dp * dp, setup.gbs // setup.dp * dp
         setup = replace(setup, gpus=gpus, gbs=gbs, fsdp_ranks=None)
     estimate = memory_estimate(run_config(setup))

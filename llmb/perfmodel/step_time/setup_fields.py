@@ -1,5 +1,6 @@
 """Step descriptions from text: `--set tp=4`, GPU counts such as 8..16384, what-if changes such as network=0.5x."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -101,6 +102,11 @@ def parse_scales(text: str) -> list[int]:
     if not all(re.fullmatch(r"\d{1,8}", part) and 0 < int(part) <= MOST_GPUS for part in parts):
         raise ConfigError(f"--scale: expected GPU counts such as 512, 8,64 or 8..16384, got {text[:60]!r}")
     return [int(part) for part in parts]
+
+
+def layout_gpus(tp: int, pp: int, cp: int, ep: int, etp: int) -> int:
+    """Return the GPUs of which a layout takes a multiple: in each stage whole groups of tp x cp and of ep x etp."""
+    return pp * math.lcm(tp * cp, ep * etp)
 
 
 def scaled(setup: StepSetup, gpus: int) -> StepSetup:
