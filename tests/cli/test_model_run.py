@@ -68,6 +68,22 @@ def test_as_many_requests_are_served_as_fit(tmp_path: Path) -> None:
     assert misfit(single) is None
 
 
+def test_heads_that_all_gpus_do_not_divide_are_served_in_a_pipeline(tmp_path: Path) -> None:
+    models = {
+        "28 heads": QWEN3_8B | {"num_attention_heads": 28, "num_key_value_heads": 4},
+        "10 kv heads": QWEN3_8B | {"num_attention_heads": 40, "num_key_value_heads": 10},
+        "one norm of all heads": QWEN3_8B | {"model_type": "olmo2"},
+        "8 kv heads": QWEN3_8B,
+    }
+    runs = {
+        name: run_of(tmp_path, config, "--task", "serve", "--gpu-type", "h100", "--scale", "8")
+        for name, config in models.items()
+    }
+    layouts = {name: (run.parallel.tp, run.parallel.pp) for name, run in runs.items()}
+    assert layouts == {"28 heads": (4, 2), "10 kv heads": (2, 4), "one norm of all heads": (1, 8), "8 kv heads": (8, 1)}
+    assert all(misfit(run) is None for run in runs.values())
+
+
 def test_weights_that_are_stored_in_fp8_are_served_in_fp8_where_the_gpu_can(tmp_path: Path) -> None:
     stored = QWEN3_8B | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     serve = ("--task", "serve", "--gpu-type")

@@ -8,9 +8,11 @@ The row has a plain layout, all ranks data-parallel; what fits is chosen later (
 from dataclasses import fields
 from typing import Any
 
+from llmb.config.parallel_layout import check_serving
 from llmb.config.recipe import Recipe, Row
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model
+from llmb.config.spec import Model, Parallel
+from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import lacks_fp8
 from llmb.perfmodel.params import parameters
 
@@ -50,7 +52,7 @@ def model_recipe(
     row = {"gpu": gpu, "size": size, "dtype": dtypes, "gpus": gpus, **ROWS[task], **(budgets or {})}
     small = {"size": size, "dtype": dtypes, "gpus": 1, **SMALL_ROWS[task]}
     read = {} if weights is None else {"weights": weights}
-    row |= read | ({"tp": gpus, "num_requests": 1} if task == "serve" else {})
+    row |= read | ({**_serving_layout(model, gpus), "num_requests": 1} if task == "serve" else {})
     if parameters(model) <= CPU_PARAMETERS:
         small |= {"model": {}, **read}  # the model itself
     return Recipe(
@@ -65,6 +67,23 @@ def model_recipe(
         rows=(row,),
         proxies=(small,),
     )
+
+
+def _serving_layout(model: Model, gpus: int) -> Row:
+    """Return tensor parallelism over as many GPUs as the model can be split over, and a pipeline of such groups."""
+    for tp in range(gpus, 0, -1):
+        layout = Parallel(tp=tp, pp=gpus // tp)
+        if layout.world_size == gpus and _can_serve(model, layout):
+            return {"tp": layout.tp, "pp": layout.pp}
+    return {"tp": gpus, "pp": 1}  # refused by name when the run is resolved
+
+
+def _can_serve(model: Model, layout: Parallel) -> bool:
+    try:
+        check_serving(layout, model, attention_dp=False)
+    except ConfigError:
+        return False
+    return True
 
 
 def published_dtype(model: Model, task: str, stored: str | None = None, gpu: str = "") -> str:
