@@ -68,6 +68,45 @@ def test_as_many_requests_are_served_as_fit(tmp_path: Path) -> None:
     assert misfit(single) is None
 
 
+def test_heads_that_all_gpus_do_not_divide_are_served_in_a_pipeline(tmp_path: Path) -> None:
+    models = {
+        "28 heads": QWEN3_8B | {"num_attention_heads": 28, "num_key_value_heads": 4},
+        "10 kv heads": QWEN3_8B | {"num_attention_heads": 40, "num_key_value_heads": 10},
+        "one norm of all heads": QWEN3_8B | {"model_type": "olmo2"},
+        "8 kv heads": QWEN3_8B,
+    }
+    runs = {
+        name: run_of(tmp_path, config, "--task", "serve", "--gpu-type", "h100", "--scale", "8")
+        for name, config in models.items()
+    }
+    layouts = {name: (run.parallel.tp, run.parallel.pp) for name, run in runs.items()}
+    assert layouts == {"28 heads": (4, 2), "10 kv heads": (2, 4), "one norm of all heads": (1, 8), "8 kv heads": (8, 1)}
+    assert all(misfit(run) is None for run in runs.values())
+
+
+def test_shards_of_experts_can_be_quantized(tmp_path: Path) -> None:
+    """Whole groups of 32 values of a gpt-oss (2,880 wide), whole blocks of 128 of a Qwen3-30B-A3B (768 wide)."""
+    gpt_oss = QWEN3_8B | {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "sliding_window": 128,
+    }  # fmt: skip
+    qwen3_moe = QWEN3_8B | {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }  # fmt: skip
+    layouts = {
+        (config["model_type"], scale): (run.parallel.tp, run.parallel.ep)
+        for config in (gpt_oss, qwen3_moe)
+        for scale in ("2", "4", "8")
+        for run in [run_of(tmp_path, config, "--task", "serve", "--gpu-type", "h100", "--scale", scale)]
+    }
+    assert layouts == {
+        ("gpt_oss", "2"): (2, 1), ("gpt_oss", "4"): (4, 2), ("gpt_oss", "8"): (8, 4),
+        ("qwen3_moe", "2"): (2, 1), ("qwen3_moe", "4"): (4, 2), ("qwen3_moe", "8"): (8, 4),
+    }  # fmt: skip
+
+
 def test_weights_that_are_stored_in_fp8_are_served_in_fp8_where_the_gpu_can(tmp_path: Path) -> None:
     stored = QWEN3_8B | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     serve = ("--task", "serve", "--gpu-type")

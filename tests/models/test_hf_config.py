@@ -181,6 +181,11 @@ UNSUPPORTED = [
         "quantization_config: 'awq'",
     ),
     (
+        {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "gptq"}}},
+        "quantization_config: 'gptq'",
+    ),
+    (LLAMA_8B | {"compression_config": {"format": "float-quantized"}}, "compression_config={'format'"),
+    (
         DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
         "weight_block_size=[1, 128] is not supported; only [128, 128] is",
     ),

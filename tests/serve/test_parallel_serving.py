@@ -25,9 +25,10 @@ import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from dense_cases import DENSE_CASES
 from forked_ranks import on_ranks
 from serving_ranks import ServedOutcome, rank_outcome, served_by_ranks
-from small_served import DEEPSEEK, GROK, LLAMA, NEMOTRON, config_of, write_weights
+from small_served import DEEPSEEK, GROK, LLAMA, MIXTURES, NEMOTRON, config_of, write_weights
 from small_serving import write_config
 
 from llmb.config.native.serving_support import check_serving_layout
@@ -50,12 +51,16 @@ from llmb.serve.pipeline_runner import PipelineStageRunner
 from llmb.serve.request import Request, SamplingParams
 from llmb.serve.step_batch import StepBatch
 
+GPT_OSS, GEMMA3 = MIXTURES[-1], next(model for model in DENSE_CASES if model.architecture == "gemma3")
 WIDE: dict[str, Any] = {"heads": 16, "vocab": 128, "layers": 4}
 MODELS = {
     "llama": replace(LLAMA, **WIDE),  # 2 KV heads: fewer than ranks
     "deepseek": replace(DEEPSEEK, **WIDE, kv_heads=16, experts=replace(DEEPSEEK.experts, count=16, ffn=32)),
     "grok1": replace(GROK, **WIDE, experts=replace(GROK.experts, count=16)),
     "nemotron_h": replace(NEMOTRON, **WIDE | {"layers": 6}, mamba=replace(NEMOTRON.mamba, groups=4)),
+    # Sinks, biases of projections and of experts; norms of heads and a window in every other layer.
+    "gpt_oss": replace(GPT_OSS, **WIDE, experts=replace(GPT_OSS.experts, count=16)),
+    "gemma3": replace(GEMMA3, **WIDE),
 }
 MARGIN = 1e-4  # of the most likely token, in logits: about a hundred times the rounding error
 SETTINGS: dict[str, Any] = {"max_num_tokens": 16, "max_batch_size": 6, "block_tokens": 4}
@@ -69,11 +74,11 @@ TP8_EP8_PP2 = {"tp": 8, "ep": 8, "pp": 2}
 TP8_EP8_PP2_DP = {**TP8_EP8_PP2, "attention_dp": True}
 LAYOUTS = [
     *((name, layout) for name in MODELS for layout in (TP2, TP4, PP2, TP2_PP2, TP2_PP2_DP)),
-    *((name, layout) for name in ("deepseek", "grok1") for layout in (TP4_EP2, TP4_EP4, TP4_EP4_DP)),
+    *((name, layout) for name in ("deepseek", "grok1", "gpt_oss") for layout in (TP4_EP2, TP4_EP4, TP4_EP4_DP)),
     *(("deepseek", layout) for layout in (TP8_EP8_PP2, TP8_EP8_PP2_DP)),
     ("llama", PP4),
 ]
-QUICK = [("llama", TP2), ("nemotron_h", PP2), ("grok1", TP2_PP2), ("deepseek", TP4_EP4_DP), ("grok1", TP4_EP2)]
+QUICK = [("llama", TP2), ("nemotron_h", PP2), ("grok1", TP2_PP2), ("deepseek", TP4_EP4_DP), ("gpt_oss", TP4_EP2)]
 
 
 def marks(case: tuple[str, dict[str, Any]]) -> list[pytest.MarkDecorator]:

@@ -8,15 +8,18 @@ The row has a plain layout, all ranks data-parallel; what fits is chosen later (
 from dataclasses import fields
 from typing import Any
 
+from llmb.config.parallel_layout import check_serving
 from llmb.config.recipe import Recipe, Row
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model
+from llmb.config.spec import Model, Parallel
+from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import lacks_fp8
-from llmb.perfmodel.params import parameters
+from llmb.perfmodel.params import FP8_BLOCK, parameters
 
 KINDS = {"train": "training", "serve": "inference", "offload": "outofcore"}  # of a recipe, by task
 DTYPES = ["bf16", "fp32", "fp8"]
 EXPERT_DTYPES = ["mxfp4"]  # to serve a mixture of experts
+MXFP4_GROUP = 32  # values that share a scale
 PUBLISHED_DTYPES = {("serve", "gpt_oss"): "mxfp4"}  # by task and architecture, where it is not bf16
 CPU_PARAMETERS = 50_000_000  # a larger model runs as a small proxy on a CPU, where it would take minutes a step
 DEFAULTS: dict[str, Row] = {
@@ -50,7 +53,7 @@ def model_recipe(
     row = {"gpu": gpu, "size": size, "dtype": dtypes, "gpus": gpus, **ROWS[task], **(budgets or {})}
     small = {"size": size, "dtype": dtypes, "gpus": 1, **SMALL_ROWS[task]}
     read = {} if weights is None else {"weights": weights}
-    row |= read | ({"tp": gpus, "num_requests": 1} if task == "serve" else {})
+    row |= read | ({**_serving_layout(model, gpus), "num_requests": 1} if task == "serve" else {})
     if parameters(model) <= CPU_PARAMETERS:
         small |= {"model": {}, **read}  # the model itself
     return Recipe(
@@ -65,6 +68,33 @@ def model_recipe(
         rows=(row,),
         proxies=(small,),
     )
+
+
+def _serving_layout(model: Model, gpus: int) -> Row:
+    """Return tensor parallelism over as many GPUs as the model can be split over, and a pipeline of such groups."""
+    for tp in range(gpus, 0, -1):
+        layout = Parallel(tp=tp, pp=gpus // tp, ep=_expert_ranks(model, tp))
+        if layout.world_size == gpus and _can_serve(model, layout):
+            return {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    return {"tp": gpus, "pp": 1}  # refused by name when the run is resolved
+
+
+def _expert_ranks(model: Model, tp: int) -> int:
+    """Return the fewest groups of ranks with different experts whose shards of an expert can be quantized."""
+    experts = model.experts
+    if experts is None:
+        return 1
+    whole = next((block for block in (FP8_BLOCK, MXFP4_GROUP) if experts.ffn % block == 0), 1)
+    degrees = (ep for ep in range(1, tp + 1) if tp % ep == 0 and experts.count % ep == 0)
+    return next((ep for ep in degrees if experts.ffn % (tp // ep * whole) == 0), 1)
+
+
+def _can_serve(model: Model, layout: Parallel) -> bool:
+    try:
+        check_serving(layout, model, attention_dp=False)
+    except ConfigError:
+        return False
+    return True
 
 
 def published_dtype(model: Model, task: str, stored: str | None = None, gpu: str = "") -> str:
