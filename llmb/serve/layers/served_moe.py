@@ -147,7 +147,7 @@ def _load_bias(weights: WeightSource, name: str, dtype: torch.dtype, group: Expe
 
 
 def _shard_format(format: Format, model: Model, group: ExpertGroup) -> Format:
-    """Return the format, or plain if it does not support this rank's shapes; raise if the shards are not equal."""
+    """Return the format of this rank's experts; raise if the shards are not equal."""
     experts = moe_config(model)
     if experts.count % group.size:
         raise ConfigError(f"model {model.name}: {experts.count} experts cannot be split evenly over {group.size} ranks")
@@ -155,7 +155,12 @@ def _shard_format(format: Format, model: Model, group: ExpertGroup) -> Format:
         raise ConfigError(
             f"model {model.name}: experts of width {experts.ffn} cannot be split over {group.tp.size} ranks"
         )
-    width = experts.ffn // group.tp.size
+    return expert_shard_format(format, model, group.tp.size)
+
+
+def expert_shard_format(format: Format, model: Model, expert_tp: int) -> Format:
+    """Return the format, or plain if it does not support the shapes of experts divided among so many ranks."""
+    width = moe_config(model).ffn // expert_tp
     fits = supported_format(format, width, model.hidden) == supported_format(format, model.hidden, width) == format
     if EXPERT_FORMATS[format] in FP4_GROUPS:
         fits = fits and model.hidden % SWIZZLE_GROUP == width % SWIZZLE_GROUP == 0
