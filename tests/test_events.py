@@ -1,10 +1,13 @@
 """Event files hold complete lines, even on a full disk."""
 
+import math
 import resource
+from contextlib import nullcontext
 
 import pytest
 
 from llmb.events import LogProblem, StepDone, append, read
+from llmb.formats.json_checks import check_range
 
 
 def test_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
@@ -42,3 +45,17 @@ def test_wrongly_typed_line_is_counted_and_not_an_event(tmp_path, line):
     path = tmp_path / "events.rank0.jsonl"
     path.write_text(line[:120_000] + "\n")
     assert list(read(path)) == [LogProblem(problem="unreadable event line", count=1)]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "in_range"),
+    [
+        ([0.0, -3, 2**62], True),
+        ([2.0**62.9] * 50, True),  # each is in range, their norm is not
+        *(([1.0, number], False) for number in (2**63, -(2.0**63), 10**400, math.inf, -math.inf, math.nan)),
+        ([math.inf, math.nan], False),
+    ],
+)
+def test_range_of_numbers(numbers, in_range):
+    with nullcontext() if in_range else pytest.raises(ValueError, match=str(numbers[0])):
+        check_range(numbers)
