@@ -36,7 +36,10 @@ R = TypeVar("R")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on a CPU, without a GPU's instructions
 LaunchListener = Callable[[str, tuple[Any, ...], dict[str, Any]], None]  # a kernel's name, arguments and constants
-TRITON_MODULES = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda")  # kernels import
+TRITON_MODULES = (  # that kernels import
+    "triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda", "triton.tools",
+    "triton.tools.tensor_descriptor",
+)  # fmt: skip
 _ROOT = Path(__file__).parent
 _REGISTRY: dict[str, "Op[..., Any]"] = {}
 _listener: LaunchListener | None = None

@@ -40,7 +40,7 @@ def test_dry_run_lists_the_faults(plan: Path, capsys) -> None:
         (f"{CHECKPOINTS} --faults PLAN --fault-rate 3/day", "exclude each other"),
         (f"{CHECKPOINTS} --fault-rate 3/day", "give N/1000steps"),
         (f"{CHECKPOINTS} --fault-rate 3", "expected N/day or N/1000steps"),
-        (f"{CHECKPOINTS} --faults .", "not a regular file"),
+        (f"{CHECKPOINTS} --faults .", "cannot read .: Is a directory"),
         ("--set max_restarts=2", "only native training restarts"),
     ],
 )

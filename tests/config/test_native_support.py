@@ -253,15 +253,14 @@ def test_recipes_with_many_scales_run_at_every_scale(recipes, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_predictions_say_whose_gemm_rates_they_use(recipes, recipe):
+def test_predictions_know_the_casts_and_gemms_of_recipes_with_many_scales(recipes, recipe):
     one_scale, many = (
         predict_run(llama(recipes, "h200", 1, fp8_recipe=name)) for name in ("tensorwise_delayed", recipe)
     )
-    assert many.source == f"{one_scale.source}, GEMM rates of one fp8 scale per tensor (none measured)"
-    assert many.terms["gemm"] == pytest.approx(one_scale.terms["gemm"], rel=0.01)
+    assert many.source == one_scale.source
+    slower = many.terms["gemm"] / one_scale.terms["gemm"]
+    assert slower == pytest.approx(1.0, abs=0.01) if recipe == "rowwise" else 1.2 < slower < 1.3
     assert many.terms["quantization"] > one_scale.terms["quantization"]
-    widths = [prediction.interval_80[1] / prediction.value for prediction in (one_scale, many)]
-    assert widths[1] > widths[0]
 
 
 @pytest.mark.parametrize(

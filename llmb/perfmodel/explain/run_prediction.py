@@ -20,7 +20,7 @@ from llmb.perfmodel.serving_time.serving_predictor import predict_serving, predi
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.measured_device import measured_device
 from llmb.perfmodel.step_time.predictor import predict
-from llmb.perfmodel.step_time.step_setup import RECIPE_DTYPES, StepSetup, setup_of
+from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
 
 SERVING_ENGINES = {"native": "native", "trtllm": "trtllm"}  # engine of a run -> that of the serving predictor
 BETWEEN_RANKS = ("tp", "cp", "ep", "pp", "dp", "fsdp", "bubble", "jitter")  # terms
@@ -72,14 +72,8 @@ def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Pre
         interval_80=(low, high),
         memory_gib=memory_gib,
         terms=terms,
-        source=f"constants of engine {setup.engine}{_borrowed(setup)}" + (f", rates {rates.source}" if rates else ""),
+        source=f"constants of engine {setup.engine}" + (f", rates {rates.source}" if rates else ""),
     )
-
-
-def _borrowed(setup: StepSetup) -> str:
-    """Return what a prediction by constants of another fp8 recipe says about it."""
-    is_measured = setup.engine != "native" or setup.dtype not in RECIPE_DTYPES.values()
-    return "" if is_measured else ", GEMM rates of one fp8 scale per tensor (none measured)"
 
 
 def _serving(config: RunConfig, memory_gib: float, install: Path | None) -> Predicted:
