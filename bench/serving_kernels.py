@@ -11,7 +11,7 @@ and a scale per row.
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +20,13 @@ from unittest.mock import patch
 import torch
 from bench_report import BenchReport
 from device import describe_machine
+from device_timer import DeviceTimer, captured
 from infer_rates import bandwidths
 from torch import Tensor
 
 from llmb.ops.attention import paged_attention_triton
 from llmb.ops.attention.attention_metadata import AttentionMetadata
-from llmb.ops.attention.online_softmax_triton import num_kv_splits
 from llmb.ops.attention.paged_attention import KvCache, paged_attention
-from llmb.ops.attention.paged_attention_triton import MAX_PROGRAMS, MAX_SPLITS, MIN_SPLIT_TOKENS
-from llmb.ops.device_capabilities import scaled_to_sms
 from llmb.ops.moe import fused_moe_triton
 from llmb.ops.moe.align_triton import AlignedBlocks, choose_block_size, moe_align_block_size
 from llmb.ops.moe.expert_weights import ExpertWeights, dequantize_expert
@@ -39,6 +37,8 @@ from llmb.perfmodel.hardware import TERA
 DEVICE = torch.device("cuda", 0)
 BF16, HEAD_DIM, BLOCK_TOKENS = torch.bfloat16, 128, 64
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
+REPLAYS = 3  # of a turn
+PARTS = ("attention", "experts")
 
 
 class AttentionCase(NamedTuple):
@@ -76,28 +76,24 @@ class DecodeOptions(NamedTuple):
 
 def time_in_turns(calls: dict[str, list[Callable[[], object]]], rounds: int) -> dict[str, float]:
     """Return median seconds of one call of each candidate; each has a call for every set of inputs."""
-    graphs = {}
-    for name, sets in calls.items():
-        for call in sets:
-            call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for call in sets:
-                call()
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replays = {name: captured(partial(_call_all, sets), DEVICE) for name, sets in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in replays}
+    timer = DeviceTimer(DEVICE)
     for turn in range(rounds + 1):
-        for name, graph in graphs.items():
-            graph.replay()  # clocks settle on this kernel
-            start.record()
-            for _ in range(3):
-                graph.replay()
-            end.record()
-            torch.cuda.synchronize()
+        for name, replay in replays.items():
+            replay()  # clocks settle on this kernel
+            timer.start()
+            for _ in range(REPLAYS):
+                replay()
+            seconds = timer.stop()
             if turn:
-                times[name].append(start.elapsed_time(end) / 3000 / len(calls[name]))
+                times[name].append(seconds / REPLAYS / len(calls[name]))
     return {name: statistics.median(spent) for name, spent in times.items()}
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -132,7 +128,7 @@ def attention_inputs(case: AttentionCase, lengths: Tensor, seed: int) -> tuple[A
 def decode(options: DecodeOptions, inputs: tuple[Any, ...]) -> Tensor:
     """Attend with these launch options."""
     with (
-        patch.object(paged_attention_triton, "num_kv_splits", lambda *_: options.splits),
+        patch.object(paged_attention_triton, "decode_splits", lambda *_: options.splits),
         patch.object(paged_attention_triton, "decode_stages", lambda _: options.stages),
     ):
         return paged_attention_triton.paged_attention_triton(*inputs, HEAD_DIM**-0.5)
@@ -145,10 +141,7 @@ def small_case(case: AttentionCase) -> tuple[AttentionCase, Tensor]:
 
 def time_attention(report: BenchReport, case: AttentionCase, bandwidth: float, rounds: int) -> None:
     lengths = case.lengths()
-    chosen = num_kv_splits(
-        case.sequences, case.kv_heads, int(lengths.max()), scaled_to_sms(MAX_PROGRAMS, DEVICE), MIN_SPLIT_TOKENS,
-        MAX_SPLITS,
-    )  # fmt: skip
+    chosen = paged_attention_triton.decode_splits(case.sequences, case.kv_heads, int(lengths.max()), DEVICE)
     candidates = [DecodeOptions(splits, stages) for splits in (1, 2, 4) for stages in (2, 3)]
     small, small_lengths = small_case(case)
     inputs = attention_inputs(small, small_lengths, 1)
@@ -173,10 +166,7 @@ def time_attention(report: BenchReport, case: AttentionCase, bandwidth: float, r
     report.print_table(f"decode attention, {case.name}: {case.sequences} sequences", titles, rows)
 
 
-class Layer(NamedTuple):
-    """Weights of both GEMMs."""
-
-    weights: list[ExpertWeights]
+Layer = list[ExpertWeights]  # of both GEMMs
 
 
 def random_layer(experts: int) -> Layer:
@@ -187,7 +177,7 @@ def random_layer(experts: int) -> Layer:
             expert.copy_(torch.randn(outputs, inputs, device=DEVICE, dtype=BF16) * 50)
         scales = torch.rand(experts, outputs // GROUP, inputs // GROUP, device=DEVICE) * 1e-3 + 1e-4
         weights.append(ExpertWeights("1x128", values, scales))
-    return Layer(weights)
+    return weights
 
 
 class Routed(NamedTuple):
@@ -211,7 +201,7 @@ def routed_tokens(tokens: int, experts: int) -> Routed:
 def gemm(persistent: bool, layer: Layer, routed: Routed, index: int, block_size: int) -> Tensor:
     """Compute one of both GEMMs of a layer."""
     top_k, weights = (TOP_K, None) if index == 0 else (1, routed.topk_weights)
-    arguments = (layer.weights[index], routed.blocks[block_size], routed.topk_ids.numel(), top_k, BF16, weights)
+    arguments = (layer[index], routed.blocks[block_size], routed.topk_ids.numel(), top_k, BF16, weights)
     if persistent:
         return fused_moe_triton.moe_gemm(routed.x[index], *arguments)
     with patch.object(fused_moe_triton, "fits_large_m", lambda *_: False):
@@ -222,9 +212,9 @@ def gemm_error(actual: Tensor, layer: Layer, routed: Routed, index: int) -> floa
     """Return the largest error of some experts against fp32."""
     ids, top_k = routed.topk_ids.flatten(), TOP_K if index == 0 else 1
     x, worst = dequantize(routed.x[index], torch.float32), 0.0
-    for expert in (0, len(layer.weights[0].values) // 2, len(layer.weights[0].values) - 1):
+    for expert in (0, len(layer[0].values) // 2, len(layer[0].values) - 1):
         pairs = (ids == expert).nonzero().flatten()
-        expected = x[pairs // top_k] @ dequantize_expert(layer.weights[index], expert).float().T
+        expected = x[pairs // top_k] @ dequantize_expert(layer[index], expert).float().T
         if index == 1:
             expected *= routed.topk_weights.flatten()[pairs, None]
         worst = max(worst, error(actual[pairs], expected))
@@ -234,7 +224,7 @@ def gemm_error(actual: Tensor, layer: Layer, routed: Routed, index: int) -> floa
 def library_seconds(layer: Layer, tokens: int, rounds: int) -> list[float]:
     """Return seconds of torch's grouped GEMM with a scale per row, for each of both."""
     spent = []
-    for weight in layer.weights:
+    for weight in layer:
         experts, outputs, inputs = weight.values.shape
         rows = tokens * TOP_K
         x = torch.randn(rows, inputs, device=DEVICE, dtype=BF16).to(E4M3)
@@ -263,7 +253,7 @@ def time_experts(report: BenchReport, tokens: int, bandwidth: float, rounds: int
             kernel: [partial(gemm, persistent, *pair, index, block_size) for pair in zip(layers, routed, strict=True)]
             for kernel, persistent in kernels.items()
         }
-        weight = layers[0].weights[index].values
+        weight = layers[0][index].values
         reading = weight.numel() / bandwidth
         ceiling = max(reading, library[index]) if block_size == max(CONFIGS) else reading
         for kernel, seconds in time_in_turns(calls, rounds).items():
@@ -280,20 +270,23 @@ def time_experts(report: BenchReport, tokens: int, bandwidth: float, rounds: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="attention,experts")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    parts = set(options.only.split(","))
+    if unknown := parts - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are: {', '.join(PARTS)}")
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     device, report = DEVICE, BenchReport(json=options.json)
     print(describe_machine(device), flush=True)
     bandwidth = max(bandwidths(device, 8 << 30, 0.3).values())
     print(f"{bandwidth / TERA:.3f} TB/s", flush=True)
-    if "attention" in options.only:
+    if "attention" in parts:
         for case in ATTENTION:
             time_attention(report, case, bandwidth, options.rounds)
-    if "experts" in options.only:
+    if "experts" in parts:
         for tokens in (896, 8192):
             time_experts(report, tokens, bandwidth, options.rounds)
 

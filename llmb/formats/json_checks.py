@@ -107,9 +107,8 @@ def _numbers(value: Any) -> tuple[float, ...]:
 def check_range(values: Sequence[float]) -> None:
     """Raise a ValueError if one of these numbers, ints and floats, is too large or not finite."""
     try:
-        if (
-            hypot(*values) < LARGEST_NUMBER
-        ):  # one call instead of three for nearly all lines, of which there are millions
+        # One call instead of three for nearly all lines, of which there are millions.
+        if hypot(*values) < LARGEST_NUMBER:
             return
     except OverflowError as error:  # an int that no float holds
         raise ValueError(values) from error

@@ -41,7 +41,7 @@ from llmb.launch.run_files.short_path import find_short_path, link_short_path
 from llmb.launch.secrets import mask, mask_random_argument, scrub_thoroughly
 
 CONFIG_FILE = "config.json"
-EVENTS_FILE = "events.rank0.jsonl"
+EVENTS_FILE = "events.rank{}.jsonl"
 RESULT_FILE = "result.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
 RESTART_PREFIX = "restart-"
@@ -142,7 +142,7 @@ class RunFolder:
         """Yield every run folder of one experiment, by time."""
         for folder in sorted(experiment.glob("*/*")):
             # A link to nothing counts, and so does what a run left behind: the run is damaged, not absent.
-            if any(os.path.lexists(folder / name) for name in (CONFIG_FILE, EVENTS_FILE, RESULT_FILE)):
+            if any(os.path.lexists(folder / name) for name in (CONFIG_FILE, EVENTS_FILE.format(0), RESULT_FILE)):
                 yield cls(folder)._newest_start()
 
     def _newest_start(self) -> "RunFolder":
@@ -358,7 +358,7 @@ class RunFolder:
         return self.profile / "profile.html"
 
     def events(self, rank: int) -> Path:
-        return self.work / f"events.rank{rank}.jsonl"
+        return self.work / EVENTS_FILE.format(rank)
 
     def all_events(self) -> list[Path]:
         """Return the existing event files, one per rank."""

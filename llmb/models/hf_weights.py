@@ -122,7 +122,7 @@ def save_tensors(
 def load_weights(network: Network, folder: Path) -> None:
     """Load a folder into the network, keeping the dtypes and devices of its tensors."""
     tensors, stored = hf_tensors(network), stored_tensors(folder)
-    check_folder(network, folder, stored)
+    check_tensors(folder, tensors, stored)
     for name, tensor in tensors.items():
         if tensor.is_expert_matrix:
             for expert in range(tensor.shape[0]):
@@ -131,10 +131,10 @@ def load_weights(network: Network, folder: Path) -> None:
             tensor.load(_read(name, stored))
 
 
-def check_folder(network: Network, folder: Path, stored: dict[str, "StoredTensor"]) -> None:
-    """Refuse a folder whose tensors are not those of the network, stacks of experts as they are or in MXFP4."""
+def check_tensors(folder: Path, tensors: dict[str, "FileTensor"], stored: dict[str, "StoredTensor"]) -> None:
+    """Refuse a folder whose tensors are not those of a network, stacks of experts as they are or in MXFP4."""
     expected: dict[str, list[int]] = {}
-    for name, tensor in hf_tensors(network).items():
+    for name, tensor in tensors.items():
         if name not in stored and mxfp4_names(name)[0] in stored:
             expected |= dict(zip(mxfp4_names(name), tensor.mxfp4_shapes, strict=True))
         else:
@@ -144,7 +144,7 @@ def check_folder(network: Network, folder: Path, stored: dict[str, "StoredTensor
 
 
 def read_expert(hf_name: str, expert: int, layout: HfLayout | None, stored: dict[str, "StoredTensor"]) -> Tensor:
-    """Return one expert of our tensor, its dimension 0 kept, from its own file tensor or from the stack of all."""
+    """Return one expert of our tensor, as a stack of one, from its own file tensor or from the stack of all."""
     if EXPERT in hf_name:
         return _read(hf_name.format(expert=expert), stored)[None]
     assert layout is not None

@@ -19,7 +19,8 @@ from llmb.models.architectures import Network, build_model
 from llmb.models.hf_layout import ExpertStackLayout, HfLayout
 from llmb.models.hf_weights import (
     EXPERT,
-    check_folder,
+    FileTensor,
+    check_tensors,
     hf_names,
     hf_tensors,
     open_safetensors,
@@ -45,9 +46,9 @@ def load_hf_buckets(folder: Path, model: Model, edit_tensors: EditTensors, devic
     """Load all buckets, one after the other."""
     with torch.device("meta"):
         network = build_model(model)
-    stored = stored_tensors(folder)
-    check_folder(network, folder, stored)
-    sources = _sources(network)
+    file_tensors, stored = hf_tensors(network), stored_tensors(folder)
+    check_tensors(folder, file_tensors, stored)
+    sources = _sources(network, file_tensors)
     for bucket in range(ParamBuckets(model).count):
         with edit_tensors(bucket) as tensors:
             for param in param_slices(model, bucket):
@@ -55,10 +56,10 @@ def load_hf_buckets(folder: Path, model: Model, edit_tensors: EditTensors, devic
                     store_rows(tensors[param.tensor], rows, values.to(device))
 
 
-def _sources(network: Network) -> dict[str, _Source]:
+def _sources(network: Network, tensors: dict[str, FileTensor]) -> dict[str, _Source]:
     """Return the source of each parameter, of one in several files the name with `{expert}`."""
     names, state, sources = hf_names(network), network.state_dict(), {}
-    for tensor in hf_tensors(network).values():
+    for tensor in tensors.values():
         first = 0
         for name, part, layout in zip(tensor.names, tensor.parts, tensor.layouts, strict=True):
             sources[name] = _Source(names[name], first, len(state[name]), layout)

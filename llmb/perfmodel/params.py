@@ -12,6 +12,7 @@ from llmb.perfmodel.block_costs import attended_tokens, block_stack
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125}
 FP8_ALIGNMENT = 16  # fp8 GEMMs need a K dimension that is a multiple of this
 FP8_BLOCK = 128  # values along K that share a scale in the recipe blockwise
+MXFP4_GROUP = 32  # values along K that share a scale
 
 
 def parameter_breakdown(model: Model) -> dict[str, int]:

@@ -197,10 +197,6 @@ def _predict_rows(options: argparse.Namespace) -> int:
         options.what_if,
         options.json,
         {
-            "row": lambda item: item["row"],
-            "model": lambda item: item["model"],
-            "GPUs": lambda item: f"{item['gpus']} {item['gpu']}",
-            "dtype": lambda item: item["dtype"],
             "step s": lambda item: f"{item['step_time_s']:.3f}",
             "tokens/s/GPU": lambda item: f"{item['tokens_per_s_per_gpu']:.0f}",
             "TFLOP/s/GPU": lambda item: f"{item['tflops_per_gpu']:.0f}",

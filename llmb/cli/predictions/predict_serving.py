@@ -112,10 +112,6 @@ def _predict_rows(options: argparse.Namespace) -> int:
         options.what_if,
         options.json,
         {
-            "row": lambda item: item["row"],
-            "model": lambda item: item["model"],
-            "GPUs": lambda item: f"{item['gpus']} {item['gpu']}",
-            "dtype": lambda item: item["dtype"],
             "isl": lambda item: item["isl"],
             "osl": lambda item: item["osl"],
             "concurrency": lambda item: item["concurrency"],

@@ -13,6 +13,13 @@ from llmb.report.table import render
 
 Data = dict[str, Any]
 Predict = Callable[[Any, Device | None], Data]  # a setup and, with --what-if, another device -> what JSON shows
+Cells = dict[str, Callable[[Data], Any]]  # of a table, by title
+SETUP: Cells = {
+    "row": lambda item: item["row"],
+    "model": lambda item: item["model"],
+    "GPUs": lambda item: f"{item['gpus']} {item['gpu']}",
+    "dtype": lambda item: item["dtype"],
+}
 
 
 def print_row_predictions(
@@ -21,11 +28,11 @@ def print_row_predictions(
     predict: Predict,
     what_if: str | None,
     as_json: bool,
-    table: dict[str, Callable[[Data], Any]],
+    figures: Cells,
 ) -> int:
     """Print the prediction of every row, and why where there is none; return the exit code.
 
-    `columns` are those that count, `table` has titles and cells for a terminal.
+    `columns` are those that count, `figures` the cells that a terminal shows beside what was predicted.
     """
     if unused := describe_unused(rows[0].cells, columns):
         print(unused, file=sys.stderr)
@@ -34,6 +41,7 @@ def print_row_predictions(
     if as_json:
         print("[" + ",\n".join(map(json.dumps, data)) + "]")
     else:
+        table = SETUP | figures
         print(render(tuple(table), [tuple(cell(item) for cell in table.values()) for item in predicted]))
         for item in data:
             if "error" in item:

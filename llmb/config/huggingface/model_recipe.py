@@ -14,12 +14,11 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import Model, Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import lacks_fp8
-from llmb.perfmodel.params import FP8_BLOCK, parameters
+from llmb.perfmodel.params import FP8_BLOCK, MXFP4_GROUP, parameters
 
 KINDS = {"train": "training", "serve": "inference", "offload": "outofcore"}  # of a recipe, by task
 DTYPES = ["bf16", "fp32", "fp8"]
 EXPERT_DTYPES = ["mxfp4"]  # to serve a mixture of experts
-MXFP4_GROUP = 32  # values that share a scale
 PUBLISHED_DTYPES = {("serve", "gpt_oss"): "mxfp4"}  # by task and architecture, where it is not bf16
 CPU_PARAMETERS = 50_000_000  # a larger model runs as a small proxy on a CPU, where it would take minutes a step
 DEFAULTS: dict[str, Row] = {

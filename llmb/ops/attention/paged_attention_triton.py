@@ -265,8 +265,7 @@ def _decode(
     sequences, heads, g, d = metadata.num_decodes, q_NHD.shape[1], cache.kv_heads, cache.head_dim
     group = heads // g
     longest = min(metadata.max_seq_len, window or metadata.max_seq_len)
-    programs = scaled_to_sms(MAX_PROGRAMS, q_NHD.device)
-    splits = num_kv_splits(sequences, g, longest, programs, MIN_SPLIT_TOKENS, MAX_SPLITS)
+    splits = decode_splits(sequences, g, longest, q_NHD.device)
     partial, lse = out_NHD, metadata.seq_lens_P  # unused without splits
     if splits > 1:
         partial = torch.empty(sequences, heads, splits, d, dtype=torch.float32, device=q_NHD.device)
@@ -285,6 +284,13 @@ def _decode(
         _combine_splits[(sequences * heads,)](
             partial, lse, out_NHD, D=d, SPLITS=splits, num_warps=1, **pdl_options(sequences)
         )
+
+
+def decode_splits(sequences: int, kv_heads: int, longest: int, device: torch.device) -> int:
+    """Return the KV splits of decode, given the longest of its sequences."""
+    return num_kv_splits(
+        sequences, kv_heads, longest, scaled_to_sms(MAX_PROGRAMS, device), MIN_SPLIT_TOKENS, MAX_SPLITS
+    )
 
 
 def decode_stages(cache: KvCache) -> int:

@@ -6,7 +6,8 @@
     with checking.stream(name) as stream: ...        # a file that is loaded anyhow: the loaded bytes are those checked
     checking.damage()                                # waits; None: every file is as it was written
 
-What is found: `file_checksum.py`. Checkpoints of older versions have another checksum of each file, or none.
+`file_checksum.py` says which damage a checksum detects. Checkpoints of older versions have another checksum of each
+file, or none.
 """
 
 from collections.abc import Collection, Iterable, Iterator
