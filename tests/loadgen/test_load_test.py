@@ -23,6 +23,13 @@ def server():
         yield process.url
 
 
+@pytest.fixture(scope="module")
+def slow_server():
+    """Long between tokens, so that a client that gets no CPU for a while still does not read all of them at once."""
+    with NoopServerProcess("--ttft-ms", "4", "--itl-ms", "30") as process:
+        yield process.url
+
+
 def settings(url: str, **changes) -> LoadSettings:
     fields = {"base_url": url, "model": "noop", "isl": 12, "osl": 5, "concurrency": 8, "num_requests": 24}
     return LoadSettings(**fields | {"calibrate": False, "ready_timeout_s": 5.0} | changes)
@@ -36,8 +43,9 @@ def run(load: LoadSettings):
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_closed_loop(server, endpoint, streaming):
-    outcome, requests, result, _ = run(settings(server, endpoint=endpoint, streaming=streaming, warmup_requests=3))
+def test_a_closed_loop(slow_server, endpoint, streaming):
+    load = settings(slow_server, endpoint=endpoint, streaming=streaming, warmup_requests=3)
+    outcome, requests, result, _ = run(load)
     assert outcome.status == result.status == "ok"
     assert (result.requests, result.requests_failed, result.warmup_requests) == (24, 0, 3)
     assert (result.input_tokens, result.output_tokens, result.lengths_wrong) == (24 * 12, 24 * 5, 0)
