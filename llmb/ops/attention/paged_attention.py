@@ -1,6 +1,6 @@
 """Attention over a paged KV cache that many sequences share.
 
-    q_NHD, k_NGD, v_NGD = rope_and_cache(qkv_NW, cos_ND, sin_ND, cache, slot_mapping_N)
+    q_NHD, k_NGD, v_NGD = rope_and_cache(qkv_NW, cos_ND, sin_ND, cache, slot_mapping_N, norms)
     out_NHD = paged_attention(q_NHD, k_NGD, v_NGD, cache, metadata, scale)
 
 A cache holds, for each block, keys [heads, tokens, head_dim] and values [heads, head_dim, tokens]: values are
@@ -15,12 +15,14 @@ of a block.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llmb.ops.attention.attention_metadata import AttentionMetadata, causal_mask
 from llmb.ops.dispatch import op
+from llmb.ops.norm.qkv_norm import qkv_norm_
 from llmb.ops.rope.rope import apply_rope
 
 
@@ -46,16 +48,33 @@ class KvCache:
         return self.keys_BGLD.shape[3]
 
 
+class HeadNorms(NamedTuple):
+    """RMSNorm of each head of queries and keys, before RoPE."""
+
+    q_D: Tensor
+    k_D: Tensor
+    eps: float
+
+
 @op(triton="attention.kv_cache_write_triton:rope_and_cache_triton")
 def rope_and_cache(
-    qkv_NW: Tensor, cos_ND: Tensor | None, sin_ND: Tensor | None, cache: KvCache, slot_mapping_N: Tensor
+    qkv_NW: Tensor,
+    cos_ND: Tensor | None,
+    sin_ND: Tensor | None,
+    cache: KvCache,
+    slot_mapping_N: Tensor,
+    norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply RoPE to queries and keys, write keys and values to their slots, and return all three.
+    """Norm queries and keys, apply RoPE to them, write keys and values to their slots, and return all three.
 
-    A slot of -1 is skipped. The kernel works in place: it returns views of `qkv_NW`, which it overwrites.
+    A slot of -1 is skipped. The kernel works in place: it returns views of `qkv_NW`, which it overwrites. It norms only
+    what it also rotates.
     """
+    heads = qkv_NW.shape[1] // cache.head_dim - 2 * cache.kv_heads
+    if norms is not None:
+        qkv_NW = qkv_NW.clone()
+        qkv_norm_.reference(qkv_NW, heads, cache.kv_heads, None, (norms.q_D, norms.k_D), norms.eps)
     heads_NXD = qkv_NW.unflatten(-1, (-1, cache.head_dim))
-    heads = heads_NXD.shape[1] - 2 * cache.kv_heads
     q_NHD, k_NGD, v_NGD = heads_NXD.split((heads, cache.kv_heads, cache.kv_heads), dim=1)
     if cos_ND is not None and sin_ND is not None:
         q_NHD, k_NGD = (apply_rope(x, cos_ND, sin_ND) for x in (q_NHD, k_NGD))

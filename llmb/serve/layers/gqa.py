@@ -10,7 +10,7 @@ from llmb.config.spec import Model
 from llmb.models.blocks import attention_window
 from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.decode_attention import decode_attention
-from llmb.ops.attention.paged_attention import KvCache, paged_attention, rope_and_cache
+from llmb.ops.attention.paged_attention import HeadNorms, KvCache, paged_attention, rope_and_cache
 from llmb.ops.gemm.skinny_gemm import InputNorm, skinny_gemm
 from llmb.ops.norm.qkv_norm import qkv_norm_
 from llmb.ops.quant.activation_quant import Activation, QuantFormat, quantize_activation
@@ -77,9 +77,10 @@ class PagedAttention:
 
     def __call__(self, x: Activation, inputs: StepInputs) -> Tensor:
         assert self.cache is not None
-        qkv_NW = self._biased_and_normed(self.qkv(x))
+        norms = self._norms_before_rope(inputs)
+        qkv_NW = self.qkv(x) if norms is not None else self._biased_and_normed(self.qkv(x))
         metadata, slot_mapping_N = self._tables(inputs)
-        q_and_kv = rope_and_cache(qkv_NW, *self._rope(inputs), self.cache, slot_mapping_N)
+        q_and_kv = rope_and_cache(qkv_NW, *self._rope(inputs), self.cache, slot_mapping_N, norms)
         scale, softcap = self.model.softmax_scale, self.model.attn_logit_softcap
         attn_NHD = paged_attention(*q_and_kv, self.cache, metadata, scale, softcap, self.window, self.sinks_H)
         out_NC = self.group.all_reduce(self.o(quantize_activation(attn_NHD.flatten(1), self.o.input_format)))
@@ -98,6 +99,14 @@ class PagedAttention:
         if self.kind == "S" and inputs.local_cos_ND is not None:
             return inputs.local_cos_ND, inputs.local_sin_ND
         return inputs.cos_ND, inputs.sin_ND
+
+    def _norms_before_rope(self, inputs: StepInputs) -> HeadNorms | None:
+        """Return norms that the pass of RoPE can compute too: those of single heads, without a bias before them."""
+        has_rope = self._rope(inputs)[0] is not None
+        if self.qk_norms is None or self.qkv_bias_W is not None or not has_rope:
+            return None
+        of_heads = all(len(weight) == self.model.head_dim for weight in self.qk_norms)
+        return HeadNorms(*self.qk_norms, self.model.norm_eps) if of_heads else None
 
     def _biased_and_normed(self, qkv_NW: Tensor) -> Tensor:
         """Add the bias of the projections and norm queries and keys in place, where the model has them."""

@@ -9,7 +9,7 @@ from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.decode_attention import decode_attention
 from llmb.ops.attention.merge_lse import merge_attn_states
 from llmb.ops.attention.mla_attention import MlaCache, mla_attention, mla_prefill_attention, mla_rope_and_cache
-from llmb.ops.attention.paged_attention import KvCache, paged_attention, rope_and_cache
+from llmb.ops.attention.paged_attention import HeadNorms, KvCache, paged_attention, rope_and_cache
 from llmb.ops.attention.softcap_attention import softcap_attention
 from op_cases import Arguments, cases, full_size_cases, in_wider_rows, randn
 
@@ -61,12 +61,13 @@ def rope_tables(g: Generator, d: device, tokens: int, width: int) -> tuple[torch
     return angles.cos(), angles.sin()
 
 
-@cases(rope_and_cache, (5, True), (1, True), (7, False), tolerance=1e-5, scratch=(0,))
-def rope_cache(g: Generator, d: device, n: int, has_rope: bool) -> Arguments:
+@cases(rope_and_cache, (5, True), (1, True), (7, False), (5, True, True), tolerance=1e-5, scratch=(0,))
+def rope_cache(g: Generator, d: device, n: int, has_rope: bool, has_norms: bool = False) -> Arguments:
     qkv = randn(g, d, n, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     slots = torch.randperm(4 * BLOCK_TOKENS, generator=g)[:n].to(d)
     slots[n // 2] = -1
-    return (qkv, *(rope_tables(g, d, n, HEAD_DIM) if has_rope else (None, None)), kv_cache(g, d, 4), slots), {}
+    norms = HeadNorms(randn(g, d, HEAD_DIM), randn(g, d, HEAD_DIM), 1e-5) if has_norms else None
+    return (qkv, *(rope_tables(g, d, n, HEAD_DIM) if has_rope else (None, None)), kv_cache(g, d, 4), slots, norms), {}
 
 
 @cases(
@@ -107,6 +108,18 @@ LLAMA_STEPS = (((700, 1), (0, 1), (64, 1)), ((0, 900), (0, 40)), ((100, 1), (130
 def llama_rope_cache(g: Generator, d: device, sequences: Sequences, kv_dtype: dtype) -> Arguments:
     (qkv, cache, slots), _ = _llama_step(g, d, sequences, kv_dtype)
     return (qkv, *rope_tables(g, d, len(slots), 128), cache, slots), {}
+
+
+# The heads of Qwen3-30B-A3B. Normed heads are rounded to bf16 before RoPE, and a sum in another order may round them
+# to the next number.
+@full_size_cases(rope_and_cache, *((s, bfloat16) for s in LLAMA_STEPS), tolerance=0.005, exact=float32, scratch=(0,))
+@full_size_cases(rope_and_cache, *((s, E4M3) for s in LLAMA_STEPS), tolerance=0.04, exact=float32, scratch=(0,))
+def qwen3_rope_cache(g: Generator, d: device, sequences: Sequences, kv_dtype: dtype) -> Arguments:
+    _, slots = step(g, d, sequences, blocks=64, block_tokens=64)
+    cache = KvCache(randn(g, d, 64, 4, 64, 128, dtype=kv_dtype), randn(g, d, 64, 4, 128, 64, dtype=kv_dtype))
+    qkv = randn(g, d, len(slots), 40 * 128, dtype=bfloat16)
+    norms = HeadNorms(randn(g, d, 128, dtype=bfloat16), randn(g, d, 128, dtype=bfloat16), 1e-6)
+    return (qkv, *rope_tables(g, d, len(slots), 128), cache, slots, norms), {}
 
 
 # Prefill chunks use their own keys and values unrounded: fp8 caches differ more.
