@@ -105,8 +105,9 @@ def _block_terms(model: Model, precision: Precision, step: Step, kind: str, coun
         terms_of_step.append(
             Term("cache", DECODE, cached * cached_bytes(model, precision), 2 * cached * block.decode_pair_macs, "bf16")
         )
+        rate: Literal["products", "bf16"] = "bf16" if precision.attention_dtype is None else "products"
         terms_of_step.append(
-            Term("prompts", PREFILL, 0.0, 2 * _seen_pairs(model, step) * count * block.pair_macs, "bf16")
+            Term("prompts", PREFILL, 0.0, 2 * _seen_pairs(model, step) * count * block.pair_macs, rate)
         )
     if block.routed_weights:
         terms_of_step += _expert_terms(model, step, count, block, bytes_per_value(precision.dtype))

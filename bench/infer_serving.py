@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import numpy as np
 import torch
@@ -53,15 +54,17 @@ class Row:
     aim: float | None = None
     floor: float | None = None
     parts: tuple[str, ...] = ("throughput",)
+    attention_dtype: Literal["fp8"] | None = None  # of prefills
 
     @property
     def title(self) -> str:
-        return f"{self.dtype} {self.isl}/{self.osl}"
+        suffix = "" if self.attention_dtype is None else f" {self.attention_dtype} attention"
+        return f"{self.dtype} {self.isl}/{self.osl}{suffix}"
 
     @property
     def precision(self) -> Precision:
         kv_dtype = "fp8" if self.dtype in ("fp8", "mxfp4") else "bf16"
-        return Precision(dtype=self.dtype, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+        return Precision(dtype=self.dtype, kv_dtype=kv_dtype, attention_dtype=self.attention_dtype)  # type: ignore[arg-type]
 
 
 def config_of(model: Model, row: Row, device: torch.device) -> RunConfig:

@@ -28,9 +28,9 @@ HIGHEST = {"num_requests": 10_000_000, "warmup_requests": 10_000_000, "max_resta
 HIGHEST_OF_OTHERS = 10**15
 # Fields that cannot be set: those of a shared section without meaning for a kind of run, and computed ones.
 WITHOUT_EFFECT = {
-    "training": {"kv_dtype"},
+    "training": {"kv_dtype", "attention_dtype"},
     "inference": {"fsdp", "cp", "etp", "vp", "overlap_gather", "overlap_reduce", "overlap_send", "draft_model"},
-    "outofcore": {"kv_dtype", "plan", "prediction", *(set(field_types(Parallel)) - {"dp"})},
+    "outofcore": {"kv_dtype", "attention_dtype", "plan", "prediction", *(set(field_types(Parallel)) - {"dp"})},
 }
 
 

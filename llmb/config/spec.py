@@ -202,6 +202,7 @@ class Precision:
     dtype: Literal["fp32", "bf16", "fp8", "nvfp4", "mxfp4"]  # mxfp4: of experts only, the rest in bf16
     kv_dtype: Literal["fp32", "bf16", "fp8"] | None = None  # none: no KV cache
     fp8_recipe: Fp8Recipe | None = None  # how fp8 tensors are scaled; none: no fp8 GEMMs
+    attention_dtype: Literal["fp8"] | None = None  # of prefill attention in inference; none: that of activations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,9 @@ FEATURES = {
     "flash_attention": Feature("FlashAttention-2", "attention in plain torch", (8, 0)),
     "cudnn_attention": Feature("fast cuDNN attention", "FlashAttention-2", (9, 0)),
     "flash_attention_4": Feature("FlashAttention 4", "cuDNN attention", (9, 0), 9, "flash-attn-4"),
+    "cudnn_fp8_attention": Feature(
+        "fp8 attention of cuDNN", "prefill attention in bf16", (9, 0), 9, "nvidia-cudnn-frontend"
+    ),
     "gemm_trial": Feature("trials of GEMM algorithms", "the first algorithm that cuBLASLt proposes", (8, 0)),
     "pdl": Feature("programmatic dependent launch", "small kernels start one after the other", (9, 0)),
     "fp8_gemm": Feature("fp8 GEMMs", "bf16", (8, 9)),
@@ -45,6 +48,7 @@ FEATURES = {
 }
 TRAINING_FEATURES = ("triton", "flash_attention", "cudnn_attention", "flash_attention_4", "gemm_trial")
 SERVING_FEATURES = ("triton", "pdl")
+FP8_ATTENTION_NEEDS = "use a Hopper GPU with the extra cudnn (pip install '.[cudnn]')"
 TUNED_SMS = 132  # of the H200 that numbers of programs were chosen on
 CUDA_OF_BLOCK_SCALES = (12, 9)  # first version whose cuBLAS takes them
 
@@ -148,6 +152,18 @@ def scaled_to_sms(programs: int, device: torch.device) -> int:
     """Return a number of programs chosen on an H200, scaled to the multiprocessors of a GPU; elsewhere unchanged."""
     gpu = capabilities(device)
     return programs if gpu.compute is None else max(1, programs * gpu.sms // TUNED_SMS)
+
+
+def check_fp8_attention(device: torch.device) -> None:
+    """Refuse attention_dtype=fp8 on a GPU without it."""
+    gpu = capabilities(device)
+    if gpu.compute is None or gpu.has("cudnn_fp8_attention"):
+        return
+    (line,) = gpu.lines(("cudnn_fp8_attention",))
+    cause = line[line.index("(") + 1 : line.index(")")]
+    raise ConfigError(
+        f"attention_dtype=fp8: no fp8 attention of cuDNN, {cause}; leave it out, or {FP8_ATTENTION_NEEDS}"
+    )
 
 
 def check_dtypes(device: torch.device, **dtypes: str | None) -> None:

@@ -94,6 +94,8 @@ def precision_text(formats: Mapping[str, Any]) -> str:
         parts.append(f"gradients reduced in {formats['reduce_dtype']}")
     if "kv_dtype" in formats:
         parts.append(f"KV cache {formats['kv_dtype']}")
+    if "attention_dtype" in formats:
+        parts.append(f"prefill attention {formats['attention_dtype']}")
     return ", ".join(parts)
 
 

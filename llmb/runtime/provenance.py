@@ -17,7 +17,7 @@ from llmb.events import RunStarted
 from llmb.formats.device_facts import device_facts
 from llmb.runtime.rank_info import RankInfo
 
-OPTIONAL = ("flash-attn-4",)  # packages that change the speed of a run where they are installed
+OPTIONAL = ("flash-attn-4", "nvidia-cudnn-frontend")  # packages that change the speed of a run where they are installed
 HOST = "LLMB_HOST"  # set by the launcher where its name of this machine differs from the hostname
 
 

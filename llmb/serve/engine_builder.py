@@ -19,7 +19,7 @@ from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.native.speculation import draft_config, drafts_by_first_layers
 from llmb.config.spec import Inference, RunConfig
-from llmb.ops.device_capabilities import check_dtypes
+from llmb.ops.device_capabilities import check_dtypes, check_fp8_attention
 from llmb.perfmodel.serving_time.cache_blocks import CacheBlocks, split_blocks, window_blocks
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import SchedulerLimits
@@ -60,6 +60,8 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int, short
     assert isinstance(work, Inference)
     check_serving_layout(config)
     check_dtypes(rank_info.device, dtype=config.precision.dtype, kv_dtype=config.precision.kv_dtype)
+    if config.precision.attention_dtype == "fp8":
+        check_fp8_attention(rank_info.device)
     groups = join_groups(config, rank_info)
     device = rank_info.device
     if rank_info.rank == 0 and work.cuda_graphs and device.type == "cuda" and not uses_cuda_graphs(groups, work):
@@ -180,7 +182,9 @@ def serving_dtypes(config: RunConfig) -> ServingDtypes:
         "mxfp4": "mxfp4",
     }
     kv_dtype = torch.float8_e4m3fn if precision.kv_dtype == "fp8" else dtype
-    return ServingDtypes(dtype, formats.get(precision.dtype, "plain"), kv_dtype)
+    return ServingDtypes(
+        dtype, formats.get(precision.dtype, "plain"), kv_dtype, fp8_prefills=precision.attention_dtype == "fp8"
+    )
 
 
 def num_cache_blocks(

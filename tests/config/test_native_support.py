@@ -17,6 +17,7 @@ from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.run_prediction import predict_run
+from llmb.report.setting_text import precision_text
 
 SERVING = "cuda_graphs=false instead of the recipe's true (native engine: CUDA graphs of serving do not capture "
 BATCH = "max_batch_size=3334 instead of the recipe's 3328 (native engine: a last wave of 48 of 30000 requests would "
@@ -327,3 +328,20 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {path: value}
     return {k: v for name, inner in value.items() for k, v in _flat(inner, f"{path}.{name}".lstrip(".")).items()}
+
+
+def test_fp8_attention_needs_an_fp8_cache_and_heads_that_it_takes(recipes):
+    config = resolve(recipes["inference_llama3.1"], RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200"))
+    with_fp8 = replace(config, precision=replace(config.precision, kv_dtype="fp8", attention_dtype="fp8"))
+    supported_serving(with_fp8)
+    assert number_formats(with_fp8)["attention_dtype"] == "fp8"
+    assert "prefill attention fp8" in precision_text(number_formats(with_fp8))
+    refused = {
+        "kv_dtype is bf16; set kv_dtype=fp8 too": {"precision": replace(with_fp8.precision, kv_dtype="bf16")},
+        "has heads of 96": {"model": replace(config.model, head_dim=96)},
+        "has a logit softcap": {"model": replace(config.model, attn_logit_softcap=30.0)},
+        "has attention sinks": {"model": replace(config.model, attention_sinks=True)},
+    }
+    for cause, changes in refused.items():
+        with pytest.raises(ConfigError, match=f"^attention_dtype=fp8.* {cause}"):
+            supported_serving(replace(with_fp8, **changes))

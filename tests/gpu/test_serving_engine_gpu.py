@@ -11,6 +11,9 @@ from training_run import run_config
 from llmb.config.spec import Inference, Precision, RunConfig
 from llmb.models.architectures import Network, build_model
 from llmb.models.hf_weights import save_weights
+from llmb.ops.attention import paged_attention_triton
+from llmb.ops.attention.fp8_prefill import fp8_prefill
+from llmb.ops.device_capabilities import capabilities
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.engine_builder import build_engine
 from llmb.serve.model_runner import TorchModelRunner
@@ -67,6 +70,38 @@ def largest_tie(network: Network, a: dict[int, tuple[int, ...]], b: dict[int, tu
 
 def fraction_equal(a: dict, b: dict) -> float:
     return sum(a[n] == b[n] for n in a) / len(a)
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and capabilities(GPU).supports("cudnn_fp8_attention")),
+    reason="nvidia-cudnn-frontend is not installed, or no Hopper GPU",
+)
+def test_fp8_attention_of_long_prompts_keeps_most_tokens(monkeypatch):
+    """Prompts of equal and of other lengths, some beside decodes; near ties of random weights may differ."""
+    calls = []
+
+    def counted(*args):
+        calls.append(args[1])
+        return fp8_prefill(*args)
+
+    monkeypatch.setattr(paged_attention_triton, "fp8_prefill", counted)
+    outputs = []
+    for attention_dtype in (None, "fp8"):
+        precision = Precision(dtype="fp8", kv_dtype="fp8", attention_dtype=attention_dtype)
+        work = replace(WORK, max_num_tokens=8192, max_batch_size=4, kv_fraction=0.1)
+        config = replace(CONFIG, precision=precision, workload=work)
+        engine = build_engine(config, RankInfo(0, 1, GPU), max_seq_len=3200)
+        tokens: dict[int, tuple[int, ...]] = {}
+        for number, length in enumerate((2100, 2100, 2300, 3000, 700, 2048, 2500, 2500)):
+            prompt = torch.randint(0, 1000, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+            ended = lambda response, tokens=tokens: tokens.update({response.request_id: response.token_ids})  # noqa: E731
+            engine.submit(Request(request_id=number, prompt=prompt, max_tokens=4, on_end=ended))
+        engine.drain()
+        outputs.append(tokens)
+        assert bool(calls) == (attention_dtype == "fp8")
+    assert 2 in calls  # two prompts of one length at once
+    first_equal = sum(outputs[0][n][0] == outputs[1][n][0] for n in outputs[0])
+    assert first_equal >= 6
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

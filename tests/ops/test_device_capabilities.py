@@ -1,5 +1,6 @@
 """Capabilities of GPUs: which implementation is selected on each generation, and with each fallback forced."""
 
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from llmb.ops.device_capabilities import (
     DeviceCapabilities,
     capabilities,
     check_dtypes,
+    check_fp8_attention,
     fallback_lines,
     forced_fallbacks,
     parse_forced,
@@ -34,11 +36,15 @@ B200 = SimpleNamespace(major=10, minor=0, multi_processor_count=148, shared_memo
 T4 = SimpleNamespace(major=7, minor=5, multi_processor_count=40, shared_memory_per_block_optin=65536)
 
 
+PACKAGES = ("flash-attn-4", "nvidia-cudnn-frontend")
+WITH_PACKAGE = {"flash_attention_4", "cudnn_fp8_attention"}
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Return a function that makes this process see a GPU with these properties, and force fallbacks."""
 
-    def install(properties: SimpleNamespace, forced: str = "", packages: tuple[str, ...] = ("flash-attn-4",)) -> None:
+    def install(properties: SimpleNamespace, forced: str = "", packages: tuple[str, ...] = PACKAGES) -> None:
         monkeypatch.setattr(device_capabilities, "optional_packages", lambda: frozenset(packages))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -67,15 +73,15 @@ def test_each_generation_has_its_features(on_gpu):
         "T4": (T4, set(FEATURES)),
         "A100": (
             A100,
-            {"cudnn_attention", "flash_attention_4", "pdl", "fp8_gemm", "fp8_grouped_gemm", "fp8_block_gemm"},
+            {"cudnn_attention", *WITH_PACKAGE, "pdl", "fp8_gemm", "fp8_grouped_gemm", "fp8_block_gemm"},
         ),
         "RTX 3090": (
             RTX_3090,
-            {"cudnn_attention", "flash_attention_4", "pdl", "fp8_gemm", "fp8_grouped_gemm", "fp8_block_gemm"},
+            {"cudnn_attention", *WITH_PACKAGE, "pdl", "fp8_gemm", "fp8_grouped_gemm", "fp8_block_gemm"},
         ),
-        "L40S": (L40S, {"cudnn_attention", "flash_attention_4", "pdl", "fp8_grouped_gemm", "fp8_block_gemm"}),
+        "L40S": (L40S, {"cudnn_attention", *WITH_PACKAGE, "pdl", "fp8_grouped_gemm", "fp8_block_gemm"}),
         "H200": (H200, set()),
-        "B200": (B200, {"flash_attention_4", "fp8_grouped_gemm", "fp8_block_gemm"}),
+        "B200": (B200, {*WITH_PACKAGE, "fp8_grouped_gemm", "fp8_block_gemm"}),
     }
     for name, (properties, absent) in expected.items():
         on_gpu(properties)
@@ -107,15 +113,25 @@ def test_lines_name_the_compute_capability_and_what_runs_instead(on_gpu):
 
 def test_a_package_that_is_not_installed_is_named(on_gpu):
     on_gpu(H200, packages=())
-    assert missing() == {"flash_attention_4"}
-    assert fallback_lines(GPU, FEATURES) == ("no FlashAttention 4 (flash-attn-4 is not installed): cuDNN attention",)
+    assert missing() == WITH_PACKAGE
+    assert fallback_lines(GPU, FEATURES) == (
+        "no FlashAttention 4 (flash-attn-4 is not installed): cuDNN attention",
+        "no fp8 attention of cuDNN (nvidia-cudnn-frontend is not installed): prefill attention in bf16",
+    )
     on_gpu(L40S, packages=())
     assert "no FlashAttention 4 (compute capability 8.9): cuDNN attention" in fallback_lines(GPU, FEATURES)
 
 
 def test_optional_packages_are_those_that_are_installed(monkeypatch):
     device_capabilities.optional_packages.cache_clear()
-    monkeypatch.setattr(device_capabilities, "version", lambda name: {"flash-attn-4": "4.0"}[name])
+    installed = {"flash-attn-4": "4.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(device_capabilities, "version", version)
     assert device_capabilities.optional_packages() == {"flash-attn-4"}
     device_capabilities.optional_packages.cache_clear()
 
@@ -234,6 +250,19 @@ def test_dtype_that_a_gpu_cannot_compute_in_is_refused_with_one_that_it_can(on_g
     with pytest.raises(ConfigError, match=r"this one has 9\.0, and LLMB_FORCE_FALLBACK names fp8_gemm; choose bf16"):
         check_dtypes(GPU, dtype="fp8")
     check_dtypes(torch.device("cpu"), dtype="fp8")
+
+
+def test_fp8_attention_that_a_gpu_has_not_is_refused(on_gpu):
+    on_gpu(H200)
+    check_fp8_attention(GPU)
+    check_fp8_attention(torch.device("cpu"))
+    for properties, packages, cause in (
+        (H200, (), "nvidia-cudnn-frontend is not installed"),
+        (L40S, PACKAGES, "compute capability 8.9"),
+    ):
+        on_gpu(properties, packages=packages)
+        with pytest.raises(ConfigError, match=rf"^attention_dtype=fp8: .*, {cause}; leave it out, or use a Hopper GPU"):
+            check_fp8_attention(GPU)
 
 
 def test_kernel_that_does_not_fit_is_replaced_once_and_for_all(monkeypatch, capsys):

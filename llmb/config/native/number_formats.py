@@ -31,8 +31,8 @@ BLOCK_SCALED = (
 )  # architectures published with one fp8 scale per 128 x 128 block of weights
 
 FORMAT_FIELDS = (
-    "dtype", "kv_dtype", "fp8_recipe", "fp8_experts", "fp8_fast_accum", "master_weights", "gradients", "reduce_dtype",
-    "moments", "update", "frozen_weights",
+    "dtype", "kv_dtype", "attention_dtype", "fp8_recipe", "fp8_experts", "fp8_fast_accum", "master_weights",
+    "gradients", "reduce_dtype", "moments", "update", "frozen_weights",
 )  # fmt: skip
 
 

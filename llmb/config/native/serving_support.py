@@ -7,6 +7,7 @@ from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.params import FP8_BLOCK
 
+FP8_ATTENTION_HEADS = (64, 128)  # head dimensions
 COUNTS = ("isl", "osl", "num_requests", "max_batch_size", "max_num_tokens", "block_tokens")
 MLA_BLOCK_MULTIPLE = 16  # tokens: MLA kernels read the KV cache in tiles of at least so many
 
@@ -22,6 +23,7 @@ def supported_serving(config: RunConfig) -> Inference:
         raise ConfigError(f"dtype=mxfp4 quantizes experts, and {config.model.name} has none; choose bf16 or fp8")
     check_fp8_recipe(config.precision.fp8_recipe, work.kind, config.precision.dtype)
     _check_block_scales(config)
+    _check_attention_dtype(config)
     check_speculation(config)
     for name in COUNTS:
         if getattr(work, name) < 1:
@@ -44,6 +46,27 @@ def supported_serving(config: RunConfig) -> Inference:
     if config.model.mla is not None and config.machine.gpu != "cpu" and work.block_tokens % MLA_BLOCK_MULTIPLE:
         raise ConfigError(f"block_tokens={work.block_tokens}: MLA on a GPU needs a multiple of {MLA_BLOCK_MULTIPLE}")
     return work
+
+
+def _check_attention_dtype(config: RunConfig) -> None:
+    """Refuse fp8 attention of models that have no layer for it, or beside a KV cache that is not in fp8."""
+    model = config.model
+    if config.precision.attention_dtype is None:
+        return
+    if config.precision.kv_dtype != "fp8":
+        raise ConfigError(
+            f"attention_dtype=fp8 rounds keys and values as an fp8 KV cache holds them, and kv_dtype is "
+            f"{config.precision.kv_dtype}; set kv_dtype=fp8 too"
+        )
+    hindrances = {
+        "latent attention (MLA)": model.mla is not None,
+        "a logit softcap": model.attn_logit_softcap is not None,
+        "attention sinks": model.attention_sinks,
+        f"heads of {model.head_dim}": model.head_dim not in FP8_ATTENTION_HEADS,
+    }
+    for name, applies in hindrances.items():
+        if applies:
+            raise ConfigError(f"attention_dtype=fp8: {model.name} has {name}, which cuDNN's fp8 attention has not here")
 
 
 def _check_block_scales(config: RunConfig) -> None:

@@ -96,6 +96,7 @@ def paged_attention(
     softcap: float | None = None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    fp8_prefills: bool = False,
 ) -> Tensor:
     """Return the causal attention of each sequence, padding as zero (undefined from the kernels).
 
@@ -105,8 +106,11 @@ def paged_attention(
     `k_NGD` and `v_NGD` of this step are in the cache already. The kernels take them unquantized; the reference, which
     works sequence by sequence in fp32, reads them from the cache. No block wholly before the windows of a sequence's
     tokens is read, so that the block table may name any block in its place.
+
+    `fp8_prefills`: kernels compute long whole prompts in fp8 (`fp8_prefill.py`), with keys and values as the cache
+    holds them; the reference rounds neither queries nor probabilities.
     """
-    del k_NGD, v_NGD
+    del k_NGD, v_NGD, fp8_prefills
     out_NHD = torch.zeros_like(q_NHD)
     group = q_NHD.shape[1] // cache.kv_heads
     for tokens, length, blocks_M in metadata.sequences(cache.block_tokens):

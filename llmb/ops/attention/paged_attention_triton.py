@@ -6,7 +6,7 @@ fill the GPU; a second kernel then combines the splits. fp8 keys and values are 
 them exactly.
 
 A prefill chunk attends to the cached tokens of its sequence, then to itself. A long chunk without any needs no cache at
-all and goes to torch's attention, which is faster there.
+all and goes to torch's attention, which is faster there, or to cuDNN's in fp8 where the run asks for it.
 """
 
 from itertools import groupby
@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.attention_sinks import add_sinks_
+from llmb.ops.attention.fp8_prefill import MIN_TOKENS, fp8_prefill
 from llmb.ops.attention.online_softmax_triton import (
     LOG2_E,
     MASKED,
@@ -240,6 +241,7 @@ def paged_attention_triton(
     softcap: float | None = None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    fp8_prefills: bool = False,
 ) -> Tensor:
     """Compute `paged_attention`; q, k and v are slices of one tensor."""
     # Rows of padding behind the prefill chunks are not written, but a per-tensor scale of the next layer reads them.
@@ -248,7 +250,7 @@ def paged_attention_triton(
     if metadata.num_decodes:
         _decode(q_NHD, cache, metadata, scale, softcap, window, sinks_H, out_NHD)
     if metadata.prefill_chunks or metadata.padded_prefills:
-        _prefill(q_NHD, k_NGD, v_NGD, cache, metadata, scale, softcap, window, sinks_H, out_NHD)
+        _prefill(q_NHD, k_NGD, v_NGD, cache, metadata, scale, softcap, window, sinks_H, fp8_prefills, out_NHD)
     return out_NHD
 
 
@@ -309,6 +311,7 @@ def _prefill(
     softcap: float | None,
     window: int | None,
     sinks_H: Tensor | None,
+    fp8_prefills: bool,
     out_NHD: Tensor,
 ) -> None:
     # torch's attention has no window, and takes sizes from the host, which a CUDA graph does not have.
@@ -319,7 +322,12 @@ def _prefill(
     start, longest = metadata.num_decodes, metadata.max_query_len if metadata.padded_prefills else 0
     for (context, count), equal in groupby(metadata.prefill_chunks):  # neighbours of one length are one batch
         end = start + count * len(list(equal))
-        if context == 0 and count >= skip_from:
+        is_whole = context == 0 and count >= skip_from
+        if is_whole and fp8_prefills and sinks_H is None and count >= MIN_TOKENS:
+            out_NHD[start:end] = fp8_prefill(
+                _side_by_side(q_NHD, cache)[start:end], (end - start) // count, cache, scale
+            )
+        elif is_whole:
             q, k, v = (x[start:end].unflatten(0, (-1, count)) for x in (q_NHD, k_NGD, v_NGD))
             out_NHD[start:end] = _sdpa(q, k, v, scale) if sinks_H is None else _sink_attention(q, k, v, scale, sinks_H)
         else:
@@ -337,6 +345,12 @@ def _prefill(
             HAS_SINKS=sinks_H is not None,
             num_warps=8,
         )  # fmt: skip
+
+
+def _side_by_side(q_NHD: Tensor, cache: KvCache) -> Tensor:
+    """Return queries, keys and values of a token in one row, [N, W]: they are slices of one tensor."""
+    width = (q_NHD.shape[1] + 2 * cache.kv_heads) * cache.head_dim
+    return q_NHD.as_strided((len(q_NHD), width), (q_NHD.stride(0), 1))
 
 
 def _sink_attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float, sinks_H: Tensor) -> Tensor:

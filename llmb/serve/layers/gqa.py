@@ -36,9 +36,11 @@ class PagedAttention:
         kv_dtype: torch.dtype,
         group: RankGroup,
         kind: str = "F",
+        fp8_prefills: bool = False,
     ):
         self.model, self.group, self.kv_dtype, self.kind = model, group, kv_dtype, kind
         self.window = attention_window(model, kind)
+        self.fp8_prefills = fp8_prefills
         shard = WeightShard(0, group.index, group.size)
         # KV heads are replicated if there are fewer of them than ranks.
         kv_shards = min(group.size, model.kv_heads)
@@ -82,7 +84,9 @@ class PagedAttention:
         metadata, slot_mapping_N = self._tables(inputs)
         q_and_kv = rope_and_cache(qkv_NW, *self._rope(inputs), self.cache, slot_mapping_N, norms)
         scale, softcap = self.model.softmax_scale, self.model.attn_logit_softcap
-        attn_NHD = paged_attention(*q_and_kv, self.cache, metadata, scale, softcap, self.window, self.sinks_H)
+        attn_NHD = paged_attention(
+            *q_and_kv, self.cache, metadata, scale, softcap, self.window, self.sinks_H, self.fp8_prefills
+        )
         out_NC = self.group.all_reduce(self.o(quantize_activation(attn_NHD.flatten(1), self.o.input_format)))
         return out_NC if self.o_bias_C is None else out_NC + self.o_bias_C
 

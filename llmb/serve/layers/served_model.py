@@ -36,11 +36,12 @@ from llmb.serve.weights.weight_source import WeightShard, WeightSource
 
 @dataclass(frozen=True)
 class ServingDtypes:
-    """Dtype of the residual and of unquantized weights, format of linear layers, dtype of the KV cache."""
+    """Dtype of the residual and of unquantized weights, format of linear layers, dtypes of KV cache and attention."""
 
     dtype: torch.dtype
     format: Format
     kv_dtype: torch.dtype
+    fp8_prefills: bool = False  # attention of long whole prompts in fp8
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,9 @@ def layer_blocks(
     if model.pattern is not None:
         kind = model.pattern[layer]
         if kind == "*":
-            mixer: Mixer = PagedAttention(weights, f"{name}.mixer", model, *common, dtypes.kv_dtype, groups.tp)
+            mixer: Mixer = PagedAttention(
+                weights, f"{name}.mixer", model, *common, dtypes.kv_dtype, groups.tp, fp8_prefills=dtypes.fp8_prefills
+            )
         elif kind == "M":
             mixer = ServedMamba(weights, f"{name}.mixer", model, *common, groups.tp)
         else:
@@ -201,7 +204,7 @@ def layer_blocks(
         return [ServedBlock(norm("norm"), mixer)]
     shared = (*common, dtypes.kv_dtype, groups.tp)
     attention: Mixer = (
-        PagedAttention(weights, f"{name}.attention", model, *shared, model.attention_kind(layer))
+        PagedAttention(weights, f"{name}.attention", model, *shared, model.attention_kind(layer), dtypes.fp8_prefills)
         if model.mla is None
         else PagedMla(weights, f"{name}.attention", model, *shared)
     )

@@ -7,6 +7,7 @@ from torch import Generator, bfloat16, device, dtype, float8_e4m3fn, float32
 
 from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.decode_attention import decode_attention
+from llmb.ops.attention.fp8_prefill import dequantize_output, quantize_qkv
 from llmb.ops.attention.merge_lse import merge_attn_states
 from llmb.ops.attention.mla_attention import MlaCache, mla_attention, mla_prefill_attention, mla_rope_and_cache
 from llmb.ops.attention.paged_attention import HeadNorms, KvCache, paged_attention, rope_and_cache
@@ -120,6 +121,21 @@ def qwen3_rope_cache(g: Generator, d: device, sequences: Sequences, kv_dtype: dt
     qkv = randn(g, d, len(slots), 40 * 128, dtype=bfloat16)
     norms = HeadNorms(randn(g, d, 128, dtype=bfloat16), randn(g, d, 128, dtype=bfloat16), 1e-6)
     return (qkv, *rope_tables(g, d, len(slots), 128), cache, slots, norms), {}
+
+
+# Prompts, tokens of one, with padding; scales of keys and values.
+@cases(quantize_qkv, (1, 5, 8, 1.0, 1.0), (3, 4, 4, 0.5, 0.25), tolerance=1e-3)
+def qkv_into_fp8(
+    g: Generator, d: device, prompts: int, tokens: int, padded: int, key_scale: float, value_scale: float
+) -> Arguments:
+    rows = randn(g, d, prompts * tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM + 16)[:, :-16]
+    return (rows, prompts, padded, KV_HEADS, HEAD_DIM, key_scale, value_scale), {}
+
+
+@cases(dequantize_output, (1, 5, 8), (3, 4, 4), tolerance=1e-6)
+def output_out_of_fp8(g: Generator, d: device, prompts: int, tokens: int, padded: int) -> Arguments:
+    out = randn(g, d, prompts, padded, HEADS * HEAD_DIM, dtype=E4M3)
+    return (out, torch.tensor([1.7], device=d), tokens, float32), {}
 
 
 # Prefill chunks use their own keys and values unrounded: fp8 caches differ more.
