@@ -96,10 +96,10 @@ ROWS = (
     _llama(32768, 1024, 10, 20, 33280, 120),
     *(
         ModelRow(
-            model=model, dtype="fp8", isl=1000, osl=1000, batch=batch, budget=8192, requests=requests,
+            model=model, dtype="fp8", isl=1000, osl=1000, batch=batch, budget=budget, requests=2 * batch,
             aim_ratio=0.8, floor_ratio=0.65,
         )
-        for model, batch, requests in (("Qwen3-32B", 352, 704), ("Qwen3-30B-A3B", 896, 1792))
+        for model, batch, budget in (("Qwen3-32B", 352, 8192), ("Qwen3-30B-A3B", 896, 16384))
     ),
 )  # fmt: skip
 

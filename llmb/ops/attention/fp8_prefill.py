@@ -1,6 +1,6 @@
 """Prefill attention in fp8 by cuDNN, through the package nvidia-cudnn-frontend: torch's attention has no fp8.
 
-    out_NHD = fp8_prefill(qkv_NW, batch, cache, scale)          # `batch` whole prompts of one length, causal
+    fp8_prefill(qkv_NW, batch, cache, scale, out_NHD)           # `batch` whole prompts of one length, causal
 
 Keys and values are rounded as the cache holds them, queries to e4m3 without a scale, probabilities in steps of e4m3
 between 0 and 1. cuDNN gives the output in e4m3 too, here scaled by the largest value: no output exceeds it, as each is
@@ -31,8 +31,8 @@ _ALIGNMENT = 4  # floats that keep a scalar apart from the next: 16 bytes
 _Q, _K, _V, _OUT, _SCALARS, _AMAX, _TOKENS = 1, 2, 3, 4, 5, 20, 30  # first ids of tensors of a graph
 
 
-def fp8_prefill(qkv_NW: Tensor, batch: int, cache: KvCache, scale: float) -> Tensor:
-    """Return the causal attention of `batch` whole prompts of one length, [N, H, D] in the dtype of `qkv_NW`."""
+def fp8_prefill(qkv_NW: Tensor, batch: int, cache: KvCache, scale: float, out_NHD: Tensor) -> None:
+    """Write the causal attention of `batch` whole prompts of one length to `out_NHD`, which is contiguous."""
     tokens, width, head_dim = len(qkv_NW) // batch, qkv_NW.shape[1], cache.head_dim
     heads = width // head_dim - 2 * cache.kv_heads
     padded = padded_tokens(tokens)
@@ -40,7 +40,7 @@ def fp8_prefill(qkv_NW: Tensor, batch: int, cache: KvCache, scale: float) -> Ten
     out_BSX = torch.empty(batch, padded, heads * head_dim, dtype=E4M3, device=qkv_NW.device)
     graph = _graph(batch, padded, heads, cache.kv_heads, head_dim, scale, qkv_NW.device)
     _execute(graph, qkv_BSW, out_BSX, amax_1, tokens, heads, cache)
-    return dequantize_output(out_BSX, amax_1, tokens, qkv_NW.dtype).unflatten(1, (heads, head_dim))
+    dequantize_output(out_BSX, amax_1, tokens, out_NHD)
 
 
 def padded_tokens(tokens: int) -> int:
@@ -63,9 +63,9 @@ def quantize_qkv(
 
 
 @op
-def dequantize_output(out_BSX: Tensor, amax_1: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Return the output without padding and without its scale, [N, H D]."""
-    return (out_BSX[:, :tokens].float() * (amax_1 * (1 / OUTPUT_MAX))).to(dtype).flatten(0, 1)
+def dequantize_output(out_BSX: Tensor, amax_1: Tensor, tokens: int, out_NHD: Tensor) -> None:
+    """Write the output without padding and without its scale to `out_NHD`, which is contiguous."""
+    out_NHD.copy_((out_BSX[:, :tokens].float() * (amax_1 * (1 / OUTPUT_MAX))).reshape(out_NHD.shape))
 
 
 def _execute(

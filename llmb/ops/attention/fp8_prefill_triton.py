@@ -54,12 +54,11 @@ def quantize_qkv_triton(
     return out_BSW, amax_1
 
 
-def dequantize_output_triton(out_BSX: Tensor, amax_1: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+def dequantize_output_triton(out_BSX: Tensor, amax_1: Tensor, tokens: int, out_NHD: Tensor) -> None:
     """Launch the kernel of `fp8_prefill.dequantize_output`."""
     batch, padded, width = out_BSX.shape
-    out_NX = torch.empty(batch * tokens, width, dtype=dtype, device=out_BSX.device)
+    assert out_NHD.is_contiguous(), "rows are written side by side"
     _dequantize_output[tokens, batch](
-        out_BSX, amax_1, out_NX, tokens, padded, 1 / OUTPUT_MAX, X=width, BLOCK=triton.next_power_of_2(width),
+        out_BSX, amax_1, out_NHD, tokens, padded, 1 / OUTPUT_MAX, X=width, BLOCK=triton.next_power_of_2(width),
         num_warps=WARPS,
     )  # fmt: skip
-    return out_NX

@@ -324,9 +324,8 @@ def _prefill(
         end = start + count * len(list(equal))
         is_whole = context == 0 and count >= skip_from
         if is_whole and fp8_prefills and sinks_H is None and count >= MIN_TOKENS:
-            out_NHD[start:end] = fp8_prefill(
-                _side_by_side(q_NHD, cache)[start:end], (end - start) // count, cache, scale
-            )
+            rows_NW = _side_by_side(q_NHD, cache)[start:end]
+            fp8_prefill(rows_NW, (end - start) // count, cache, scale, out_NHD[start:end])
         elif is_whole:
             q, k, v = (x[start:end].unflatten(0, (-1, count)) for x in (q_NHD, k_NGD, v_NGD))
             out_NHD[start:end] = _sdpa(q, k, v, scale) if sinks_H is None else _sink_attention(q, k, v, scale, sinks_H)

@@ -135,7 +135,7 @@ def qkv_into_fp8(
 @cases(dequantize_output, (1, 5, 8), (3, 4, 4), tolerance=1e-6)
 def output_out_of_fp8(g: Generator, d: device, prompts: int, tokens: int, padded: int) -> Arguments:
     out = randn(g, d, prompts, padded, HEADS * HEAD_DIM, dtype=E4M3)
-    return (out, torch.tensor([1.7], device=d), tokens, float32), {}
+    return (out, torch.tensor([1.7], device=d), tokens, randn(g, d, prompts * tokens, HEADS, HEAD_DIM)), {}
 
 
 # Prefill chunks use their own keys and values unrounded: fp8 caches differ more.
