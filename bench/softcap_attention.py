@@ -1,4 +1,4 @@
-"""Causal attention with logit softcap on one GPU: our kernels, flex_attention, and torch's fused ones without softcap.
+"""Causal attention with logit softcap on one GPU: ours, FlashAttention 4, flex_attention, torch's without softcap.
 
     python bench/softcap_attention.py [--heads gemma2 [--window 4096]] [--tiles] [--sequences 4] [--tokens 8192]
                                       [--seconds 0.5] [--json FILE]
@@ -10,6 +10,7 @@ FlashAttention-2, as with a window. With --tiles each of our kernels is also tim
 """
 
 import argparse
+import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from llmb.ops.attention import softcap_attention_triton as kernels
 from llmb.ops.attention.softcap_attention_triton import Logits, SoftcapAttention
 from llmb.ops.attention.softcap_tiles import Tiles
 from llmb.ops.attention.window_attention import window_attention
+from llmb.ops.device_capabilities import capabilities
 from llmb.perfmodel.hardware import TERA
 
 FORWARD, BACKWARD = 2, 5  # GEMMs per query-key pair
@@ -94,11 +96,24 @@ def implementations(
         with sdpa_kernel([*LIBRARY], set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=heads.scale, enable_gqa=True)
 
-    return {
+    ways: dict[str, Callable[..., Tensor]] = {
         "library, no softcap": without_softcap,
         "ours": lambda q, k, v: SoftcapAttention.apply(q, k, v, heads.scale, heads.softcap, window),
         "flex_attention": lambda q, k, v: flex(q, k, v, softcap, seen, heads.scale, enable_gqa=True),
     }
+    if capabilities(device).has("flash_attention_4"):
+        ways["FlashAttention 4"] = partial(flash_attention_4, heads, window)
+    return ways
+
+
+def flash_attention_4(heads: Heads, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same by the package flash-attn-4."""
+    attend = importlib.import_module("flash_attn.cute.interface").flash_attn_func
+    out, *_ = attend(
+        *(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=heads.scale, causal=True, softcap=heads.softcap,
+        window_size=(None if window is None else window - 1, None if window is None else 0),
+    )  # fmt: skip
+    return out.transpose(1, 2)
 
 
 def time_forward_backward(
