@@ -11,8 +11,8 @@ after each.
 
 Seconds expected: rates 25, plans 8, locking 108 GiB 15 to 60; rows of 8,192 tokens 42 each, of 65,536 tokens 56 each,
 that of 262,144 tokens 145 (alone 285); `batch` 115 beside its row; peers of 65,536 tokens 45 and 80, of 8,192 tokens 45
-and 75. About 17 minutes for everything. In parts: `--row 8192/` takes 10 minutes, `--only rows --row 8192/110/` 5, `--only rows,peer --row
-65536/,262144/` 9, `--only rows --row 65536/,262144/` 7, `--only peer` 4.
+and 75. About 17 minutes for everything. In parts: `--row 8192/` takes 10 minutes, `--only rows --row 8192/110/` 5,
+`--only rows,peer --row 65536/,262144/` 9, `--only rows --row 65536/,262144/` 7, `--only peer` 4.
 """
 
 import argparse
