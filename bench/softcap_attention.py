@@ -26,11 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.runtime.errors import OutOfResources
 
-from llmb.ops.attention import softcap_attention_triton as kernels
-from llmb.ops.attention.softcap_attention_triton import Logits, SoftcapAttention
-from llmb.ops.attention.softcap_tiles import Tiles
 from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.device_capabilities import capabilities
+from llmb.ops.softcap import softcap_attention_triton as kernels
+from llmb.ops.softcap.softcap_attention_triton import Logits, SoftcapAttention
+from llmb.ops.softcap.softcap_tiles import Tiles
 from llmb.perfmodel.hardware import TERA
 
 FORWARD, BACKWARD = 2, 5  # GEMMs per query-key pair

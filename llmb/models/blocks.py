@@ -20,11 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from llmb.config.spec import ATTENTION_KINDS, Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.ops.activation.activation_autograd import fused_activation
-from llmb.ops.attention.softcap_attention import softcap_attention
 from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.device_capabilities import capabilities
 from llmb.ops.norm.rms_norm_autograd import rms_norm_and_add, rms_norm_with_residual
 from llmb.ops.rope.rope_autograd import fused_rope
+from llmb.ops.softcap.softcap_attention import softcap_attention
 
 
 class RMSNorm(nn.Module):

@@ -10,7 +10,7 @@ from llmb.models.blocks import causal_attention
 from llmb.ops.attention.attention_block import CUDNN, FLASH
 from llmb.ops.attention.flash_attention_4 import FLASH4
 from llmb.ops.attention.segment_attention import kernel_for
-from llmb.ops.attention.softcap_attention import softcap_attention
+from llmb.ops.softcap.softcap_attention import softcap_attention
 from llmb.train.parallel.context_parallel import ContextParallel, cp_attention
 
 pytestmark = NEEDS_GPU

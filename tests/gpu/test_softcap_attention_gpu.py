@@ -13,7 +13,7 @@ from llmb.ops.attention.segment_attention import (
     segment_attention_backward,
     segment_attention_forward,
 )
-from llmb.ops.attention.softcap_attention import softcap_attention
+from llmb.ops.softcap.softcap_attention import softcap_attention
 
 pytestmark = NEEDS_GPU
 

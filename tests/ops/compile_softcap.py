@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llmb.ops.attention import softcap_attention_triton as kernels
-from llmb.ops.attention.softcap_tiles import WIDE_TILES, WIDE_TILES_SMALL_MEMORY, Tiles
+from llmb.ops.softcap import softcap_attention_triton as kernels
+from llmb.ops.softcap.softcap_tiles import WIDE_TILES, WIDE_TILES_SMALL_MEMORY, Tiles
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 KERNELS = (

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmb.ops.attention import softcap_attention_triton as kernels
-from llmb.ops.attention.softcap_attention import kernel_supports, softcap_attention
-from llmb.ops.attention.softcap_tiles import KernelTiles, Tiles
+from llmb.ops.softcap import softcap_attention_triton as kernels
+from llmb.ops.softcap.softcap_attention import kernel_supports, softcap_attention
+from llmb.ops.softcap.softcap_tiles import KernelTiles, Tiles
 
 SCALE = 0.4
 attend = softcap_attention.triton

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmb.ops.attention.softcap_tiles import TILES, WIDE_TILES, tiles_for
+from llmb.ops.softcap.softcap_tiles import TILES, WIDE_TILES, tiles_for
 
 COMPILE = Path(__file__).with_name("compile_softcap.py")
 

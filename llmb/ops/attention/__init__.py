@@ -1,1 +1,1 @@
-"""Attention: training, paged KV cache, MLA, logit softcap."""
+"""Attention: training, paged KV cache, MLA."""

@@ -32,9 +32,9 @@ from torch import Tensor
 from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock, AttentionKernel
 from llmb.ops.attention.flash_attention_4 import FLASH4, MIN_TOKENS
 from llmb.ops.attention.merge_lse import merge_attn_states
-from llmb.ops.attention.softcap_attention import kernel_takes_heads
 from llmb.ops.device_capabilities import capabilities
 from llmb.ops.dispatch import takes_triton
+from llmb.ops.softcap.softcap_attention import kernel_takes_heads
 
 # Keys of a rectangle in one call. In the backward pass cuDNN holds gradients of as many keys for each query head; with
 # fewer keys dq is rounded and added more often.
@@ -277,7 +277,7 @@ def kernel_for(
 @cache
 def _softcap_kernel() -> AttentionKernel:
     """Import Triton only where it is needed."""
-    return importlib.import_module("llmb.ops.attention.softcap_block_triton").SOFTCAP
+    return importlib.import_module("llmb.ops.softcap.softcap_block_triton").SOFTCAP
 
 
 def _is_recurring(segments: Sequence[Segment]) -> bool:

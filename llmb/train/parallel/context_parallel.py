@@ -41,7 +41,7 @@ from llmb.ops.attention.segment_attention import (
     windowed_backward,
     windowed_forward,
 )
-from llmb.ops.attention.softcap_attention import softcap_attention
+from llmb.ops.softcap.softcap_attention import softcap_attention
 from llmb.runtime.flat_collectives import all_gather_flat, reduce_scatter_flat
 from llmb.train.parallel.mesh import Mesh
 

@@ -11,7 +11,7 @@ from llmb.ops.attention.fp8_prefill import dequantize_output, quantize_qkv
 from llmb.ops.attention.merge_lse import merge_attn_states
 from llmb.ops.attention.mla_attention import MlaCache, mla_attention, mla_prefill_attention, mla_rope_and_cache
 from llmb.ops.attention.paged_attention import HeadNorms, KvCache, paged_attention, rope_and_cache
-from llmb.ops.attention.softcap_attention import softcap_attention
+from llmb.ops.softcap.softcap_attention import softcap_attention
 from op_cases import Arguments, cases, full_size_cases, in_wider_rows, randn
 
 E4M3 = float8_e4m3fn

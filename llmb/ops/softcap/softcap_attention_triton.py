@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from llmb.ops.attention.online_softmax_triton import LOG2_E
-from llmb.ops.attention.softcap_tiles import Tiles, tiles_for
 from llmb.ops.attention.window_attention import window_attention
 from llmb.ops.dispatch import INTERPRETED, is_dry_run
+from llmb.ops.softcap.softcap_tiles import Tiles, tiles_for
 from llmb.ops.tensor_layout import dense_rows
 
 ON_CPU = tl.constexpr(INTERPRETED)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmb.ops.attention.attention_block import AttentionBlock, AttentionKernel, batched
 from llmb.ops.attention.flash_attention_4 import FLASH4, takes_softcap_backward
-from llmb.ops.attention.softcap_attention_triton import (
+from llmb.ops.softcap.softcap_attention_triton import (
     Logits,
     softcap_backward_dkv,
     softcap_backward_dq,

@@ -1,0 +1,1 @@
+"""Attention with logit softcap: plain, Triton kernels, their tiles."""
