@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from llmb.ops.attention import paged_attention_triton as attention
+from llmb.ops.gemm import split_k_gemm_triton as split_k
 from llmb.ops.moe import fused_moe_fp8_triton as experts
 
 POINTERS = {
@@ -23,7 +24,8 @@ POINTERS = {
     "lse_ptr": "*fp32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_ptr": "*i32",
     "x": "*fp8e4nv", "x_scales": "*fp32", "weight": "tensordesc<fp8e4nv[128,128]>", "weight_scales": "*fp32",
     "out": "*bf16", "topk_weights": "*fp32", "sorted_token_ids": "*i32", "expert_ids": "*i32",
-    "used_blocks": "*i32",
+    "used_blocks": "*i32", "x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "weight_ptr": "*fp8e4nv",
+    "scales_ptr": "*fp32", "partial_ptr": "*fp32", "arrivals_ptr": "*i32",
 }  # fmt: skip
 FLOATS = ("scale", "value_scale", "softcap")
 
@@ -56,6 +58,13 @@ def main() -> None:
         }  # fmt: skip
         options = {"num_warps": 2 * splits}
         print("_paged_decode", compile_kernel(attention._paged_decode, constants, options, capability))
+    for tokens, config in split_k.CONFIGS.items():
+        constants = {
+            "OUTPUTS": 4096, "INPUTS": 14336, "BLOCK_N": tokens, "BLOCK_O": config.block_o, "BLOCK_K": config.block_k,
+            "SPLITS": 7, "STAGES": config.num_stages, "USE_PDL": False,
+        }  # fmt: skip
+        options = {"num_warps": config.num_warps}
+        print("_split_k_gemm", compile_kernel(split_k._split_k_gemm, constants, options, capability))
     for block_m, config in experts.CONFIGS.items():
         constants = {
             "TOP_K": 1, "MUL_ROUTED_WEIGHT": True, "GROUP": 128, "BLOCK_M": block_m, "HALVES": config.halves,

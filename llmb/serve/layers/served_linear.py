@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmb.ops.gemm.block_scaled_gemm import block_scaled_gemm, quantize_blocks
 from llmb.ops.gemm.skinny_gemm import SkinnyGemmWeight, skinny_gemm, takes_skinny_gemm
+from llmb.ops.gemm.split_k_gemm import SplitKWeight, split_k_gemm, takes_split_k_gemm
 from llmb.ops.quant.activation_quant import (
     E4M3,
     GROUP,
@@ -117,12 +118,15 @@ class _ScaledFp8Linear:
     def __init__(self, values_OK: Tensor, scales_1O: Tensor, dtype: torch.dtype):
         self.values_OK, self.scales_1O, self.dtype = values_OK, scales_1O, dtype
         self.skinny_weight = SkinnyGemmWeight(values_OK, scales_1O[0])
+        self._split_k_weight = SplitKWeight.of(values_OK, scales_1O[0])
 
     @property
     def bytes(self) -> int:
         return self.values_OK.nbytes + self.scales_1O.nbytes
 
     def gemm(self, x: PerTokenFp8) -> Tensor:
+        if takes_split_k_gemm(x):
+            return split_k_gemm(x, self._split_k_weight, self.dtype)
         if x.values.is_cuda:
             scales = (x.scales.contiguous(), self.scales_1O)
             return torch._scaled_mm(x.values, self.values_OK.T, *scales, out_dtype=self.dtype, use_fast_accum=True)

@@ -5,6 +5,7 @@ from torch import Generator, bfloat16, device, dtype, float8_e4m3fn, float32
 
 from llmb.ops.gemm.block_scaled_gemm import block_scaled_mm, quantize_blocks
 from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
+from llmb.ops.gemm.split_k_gemm import SplitKWeight, split_k_gemm
 from llmb.ops.quant.activation_quant import PerTokenFp8, quantize_activation
 from op_cases import Arguments, cases, full_size_cases, randn
 
@@ -81,3 +82,19 @@ def llama_decode(g: Generator, d: device, layer: str, fp8: bool, tokens: int) ->
     addend = randn(g, d, tokens, o, dtype=bfloat16) if layer in ("o", "down") else None
     activation = "silu" if layer == "gate_up" else None
     return (randn(g, d, tokens, k, dtype=bfloat16), weight, float32, norm, activation, addend), {}
+
+
+@cases(split_k_gemm, (3, 128, 100), (16, 2048, 64), (17, 4096, 70), (50, 384, 130), (128, 512, 64), tolerance=FP8_MMA)
+def split_k(g: Generator, d: device, n: int, k: int, o: int, out_dtype: dtype = float32) -> Arguments:
+    x, weight = (quantize_activation(randn(g, d, rows, k), "per_token") for rows in (n, o))
+    assert isinstance(x, PerTokenFp8)
+    assert isinstance(weight, PerTokenFp8)
+    return (x, SplitKWeight.of(weight.values, weight.scales[:, 0].contiguous()), out_dtype), {}
+
+
+@full_size_cases(
+    split_k_gemm, *((layer, n) for layer in LLAMA_8B for n in (3, 16, 31, 64, 82, 128)), tolerance=0.003, exact=None
+)
+def llama_few_tokens(g: Generator, d: device, layer: str, tokens: int) -> Arguments:
+    o, k = LLAMA_8B[layer]
+    return split_k(g, d, tokens, k, o, bfloat16)
