@@ -27,6 +27,9 @@ def published_row(options: argparse.Namespace, settings: list[str]) -> tuple[Run
     A row made for the native engine, with its training state in bf16, is resolved for that. A printed cell that the
     published run did not have is named on stderr.
     """
+    recipe, _ = split_target(options.workload, load_recipes())
+    if recipe.kind != "training":
+        return native_row(options, settings)
     config, scales = native_row(options, [*settings, EXTERNAL])
     if any(getattr(config.workload, name, None) == "bf16" for name in BF16_STATE):
         return native_row(options, settings)
