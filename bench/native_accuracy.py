@@ -10,24 +10,29 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from native_serving import native_rows, predicted
+from outofcore_rows import LORA_ROWS, Row, models, planned
 from outofcore_rows import ROWS as OUT_OF_CORE_ROWS
-from outofcore_rows import models, planned
 from train_rows import ROWS as TRAINING_ROWS
 from train_rows import configuration
 
+from llmb.config.overrides import from_arguments
 from llmb.config.recipe import load_all, load_yaml, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import build, convert
 from llmb.config.spec import Machine, MambaConfig, Model, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.offload.machine_rates import Rates, known_rates, read_rates
+from llmb.perfmodel.offload.plan_candidate import PlanResult
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving
 from llmb.perfmodel.shards import rank_flops
+from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import setup_of
 from llmb.report.table import render
@@ -46,6 +51,7 @@ class Sample:
     pool: str
     measured_s: float
     predicted_s: float
+    kernels: Constants = field(default_factory=dict)  # rates of kernels that have been replaced since
 
     @property
     def error(self) -> float:
@@ -54,17 +60,35 @@ class Sample:
 
 
 @cache
-def _configuration(title: str) -> RunConfig:
-    return configuration(next(row for row in TRAINING_ROWS if row.title == title), "h200", [])
+def _configuration(title: str, settings: tuple[str, ...]) -> RunConfig:
+    return configuration(next(row for row in TRAINING_ROWS if row.title == title), "h200", list(settings))
+
+
+def _title(name: str, figure: dict[str, Any]) -> str:
+    return " ".join([name, *figure.get("set", ())])
 
 
 def training(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
     """Yield the rows of train_gpu.py: whole optimizer steps, proxies of true width among them."""
     for figure in figures["training"]:
-        setup = setup_of(_configuration(figure["row"]), rates=rates)
+        setup = setup_of(_configuration(figure["row"], tuple(figure.get("set", ()))), rates=rates)
         yield Sample(
-            kind="training", row=figure["row"], pool=figure["pool"],
+            kind="training", row=_title(figure["row"], figure), pool=figure["pool"],
             measured_s=setup.gbs * setup.seqlen / figure["tokens_per_s"], predicted_s=predict(setup).step_time_s,
+        )  # fmt: skip
+
+
+def tuned(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
+    """Yield the recipe rows that `tune --measure` ran."""
+    recipes = load_all([shipped()])
+    for figure in figures["tuned"]:
+        settings = tuple(from_arguments(figure.get("set", [])))
+        size, dtype = figure["size"], figure["dtype"]
+        request = RunRequest(size=size, dtype=dtype, gpus=1, gpu="h200", settings=settings)
+        prediction = predict(setup_of(resolve(recipes[figure["workload"]], request), rates=rates))
+        yield Sample(
+            kind="tuned", row=_title(f"{figure['workload']} {size} {dtype}", figure), pool=figure["pool"],
+            measured_s=figure["step_s"], predicted_s=prediction.step_time_s,
         )  # fmt: skip
 
 
@@ -94,15 +118,16 @@ def micro_batches(figures: dict[str, Any], rates: Rates | None) -> Iterator[Samp
 
 def out_of_core(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
     """Yield the rows of outofcore_gpu.py, by their plans."""
-    by_title, sized = {row.title: row for row in OUT_OF_CORE_ROWS}, models()
-    plans = {
-        title: planned(sized[by_title[title].size], by_title[title], rates or known_rates("h200"))
-        for title in {figure["row"] for figure in figures["out_of_core"]}
-    }
+    by_title, sized = {row.title: row for row in (*OUT_OF_CORE_ROWS, *LORA_ROWS)}, models()
+    plans: dict[Row, PlanResult] = {}
     for figure in figures["out_of_core"]:
-        plan = plans[figure["row"]]
+        changed = {name: figure[name] for name in ("gbs", "host_gib") if name in figure}
+        row = replace(by_title[figure["row"]], **changed)
+        if row not in plans:
+            plans[row] = planned(sized[row.size], row, rates or known_rates("h200"))
+        plan, settings = plans[row], [f"{name}={value}" for name, value in changed.items()]
         yield Sample(
-            kind="out of core", row=figure["row"], pool=figure["pool"],
+            kind="out of core", row=" ".join([figure["row"], *settings]), pool=figure["pool"],
             measured_s=plan.plan.step_tokens / figure["tokens_per_s"], predicted_s=plan.simulation.step_s,
         )  # fmt: skip
 
@@ -112,13 +137,16 @@ def serving(_: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
     c = calibrated_serving()
     for row in native_rows():
         seconds, _ttft = predicted(row, c, rates)
-        yield Sample(kind="serving", row=row.title, pool=row.pool, measured_s=row.measured_s, predicted_s=seconds)
+        yield Sample(
+            kind="serving", row=row.title, pool=row.pool, measured_s=row.measured_s, predicted_s=seconds,
+            kernels=row.kernels,
+        )  # fmt: skip
 
 
 def samples(rates: Rates | None = None, plans: bool = True) -> list[Sample]:
     """Return all rows with their predictions."""
-    figures: dict[str, Any] = load_yaml(FIGURES, "sections training, micro_batches, out_of_core")
-    parts = [training, micro_batches, serving, *([out_of_core] if plans else [])]
+    figures: dict[str, Any] = load_yaml(FIGURES, "sections training, tuned, micro_batches, out_of_core")
+    parts = [training, tuned, micro_batches, serving, *([out_of_core] if plans else [])]
     return [sample for part in parts for sample in part(figures, rates)]
 
 

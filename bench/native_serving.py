@@ -1,7 +1,7 @@
 """Served rows of the native engine on one H200 (native_rows.yaml), their predictions, the fit of its constants."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,23 @@ from log_fit import least_squares
 from llmb.config.recipe import load_yaml
 from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.offload.machine_rates import Rates
+from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_constants
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_step import serving_rates
+from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.measured_device import measured_device
 
 FIGURES = Path(__file__).with_name("native_rows.yaml")
-SECTIONS = ("serving", "decode", "sweep")
+SECTIONS = ("serving", "decode", "deepseek", "sweep")
+FORMATS = ("model", "fp8_recipe", "attention_dtype", "kv_dtype")
 SWEEP_LENGTH, SWEEP_BATCH, SWEEP_WAVES = 1000, 1024, 2
 OFFLINE_FRACTION = 0.95  # of the memory, for the KV cache
 CONTEXT = 752  # cached tokens of the decode rows
+DEEPSEEK_LAYERS, DEEPSEEK_CONTEXT = 5, 1030  # one dense layer; cached tokens in the middle of the timed steps
 NOISE, TTFT_NOISE = 0.02, 0.3  # log standard deviation: chips differ by 2 to 3 %
 
 
@@ -36,23 +41,48 @@ class NativeRow:
     setup: ServingSetup
     measured_s: float  # TPOT, or the duration of a whole run over its output tokens
     ttft_s: float | None = None
+    kernels: Constants = field(default_factory=dict)  # rates of kernels that have been replaced since
+    step: dict[str, float] = field(default_factory=dict)  # of a single step, in place of a run
 
 
 def _setup(dtype: str, model: str = "llama3.1-8b", **fields: Any) -> ServingSetup:
-    return ServingSetup(shape=find_model(model), gpu="h200", dtype=dtype, kv_dtype=dtype, engine="native", **fields)
+    fields = {"kv_dtype": dtype} | fields
+    return ServingSetup(shape=find_model(model), gpu="h200", dtype=dtype, engine="native", **fields)
+
+
+def _deepseek_row(figure: Mapping[str, Any]) -> NativeRow:
+    """Return a step of a few layers of true width."""
+    requests, prompt = figure.get("requests", 0), figure.get("prompt", 0)
+    setup = _setup("fp8", "deepseek-v3-671b", isl=1000, osl=128, concurrency=max(1, requests), max_batch_size=256)
+    experts = setup.shape.model.experts
+    assert experts is not None
+    model = replace(setup.shape.model, layers=DEEPSEEK_LAYERS, experts=replace(experts, dense_layers=1))
+    setup = replace(setup, shape=replace(setup.shape, model=model, mtp_depth=0))
+    step: dict[str, float] = {"decodes": requests, "context": DEEPSEEK_CONTEXT}
+    if prompt:
+        step = {"decodes": 0, "context": 0, "prefill": prompt, "prompts": 1, "pairs": prompt**2 / 2}
+    title = f"DeepSeek-R1 fp8, {DEEPSEEK_LAYERS} layers, " + (
+        f"prefill of {prompt}" if prompt else f"decode of {requests}"
+    )
+    return NativeRow(title, figure["pool"], setup, figure["step_ms"] / 1e3, step=step)
 
 
 def _row(section: str, figure: Mapping[str, Any]) -> NativeRow:
     pool = figure["pool"]
+    if section == "deepseek":
+        return _deepseek_row(figure)
     if section == "serving":
         dtype, isl, osl, requests = (figure[name] for name in ("dtype", "isl", "osl", "requests"))
-        of_model = {name: figure[name] for name in ("model", "fp8_recipe") if name in figure}
+        of_model = {
+            name: figure[name] for name in ("model", "fp8_recipe", "attention_dtype", "kv_dtype") if name in figure
+        }
         setup = _setup(
             dtype, isl=isl, osl=osl, concurrency=requests, waves=1, max_batch_size=figure["batch"],
             max_num_tokens=figure["budget"], memory_fraction=OFFLINE_FRACTION, **of_model,
         )  # fmt: skip
-        title = f"{figure.get('model', '')} {dtype} {isl}/{osl}, {requests} requests".strip()
-        return NativeRow(title, pool, setup, 1 / figure["tokens_per_s"])
+        attention = f", {figure['attention_dtype']} attention" if "attention_dtype" in figure else ""
+        title = f"{figure.get('model', '')} {dtype} {isl}/{osl}{attention}, {requests} requests".strip()
+        return NativeRow(title, pool, setup, 1 / figure["tokens_per_s"], kernels=figure.get("kernels", {}))
     if section == "decode":
         setup = _setup(figure["dtype"], isl=CONTEXT, osl=2, concurrency=1, waves=1)
         return NativeRow(f"{figure['dtype']} decode after {CONTEXT} tokens", pool, setup, figure["tpot_ms"] / 1e3)
@@ -73,7 +103,11 @@ def native_rows() -> tuple[NativeRow, ...]:
 
 def predicted(row: NativeRow, c: Constants, rates: Rates | None = None) -> tuple[float, float]:
     """Return the predicted seconds of a row, and its TTFT; `rates`: those of a probe."""
-    on = device(row.setup.gpu) if rates is None else measured_device(rates)
+    on, c = device(row.setup.gpu) if rates is None else measured_device(rates), c | row.kernels
+    if row.step:
+        work = serving_work(row.setup)
+        steps = NativeStep.of(row.setup, work, serving_rates(row.setup, on, c), on, c)
+        return sum(steps.terms(**row.step).values()), 0.0
     p = predict_serving(row.setup, on, c)
     whole_run = row.setup.waves == 1 and row.setup.osl > 2
     return (1 / p.output_tokens_per_s if whole_run else p.tpot_ms / 1e3), p.ttft_ms / 1e3

@@ -287,9 +287,11 @@ normal distribution). The only check is the maximum throughput of TensorRT-LLM's
 
 NATIVE = """Whole runs with all requests at once, one request alone, and a sweep over HTTP of two requests per client
 (`bench/native_rows.yaml`; aim: 5 %). Its scheduler is followed step by step (`scheduled_run.py`); the constants named
-`..._native` are fitted to rows of Llama 8B alone, but for those of block scales and MXFP4 experts, which are measured
-times of their kernels; GEMM rates and kernel times are those of the published rows. With 8 and with 64 clients a few
-prompts of the sweep waited several times as long as the others, which the prediction does not explain."""
+`..._native` are fitted to rows of Llama 8B alone, but for those of block scales, experts and fp8 attention, which are
+measured times of their kernels, and for decode attention of MLA, which is the rest of one step of DeepSeek-R1 layers.
+GEMM rates and kernel times are those of the published rows. Rows of gpt-oss were measured with kernels that have been
+replaced since, and are predicted with the rates of those, timed alone. With 8 and with 64 clients a few prompts of the
+sweep waited several times as long as the others, which the prediction does not explain."""
 
 MISSES = """Likely causes:
 

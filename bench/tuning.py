@@ -27,6 +27,7 @@ from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import MemoryEstimate
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.published_rows import is_possible, read_rows
+from llmb.perfmodel.step_time.recipe_settings import as_configured
 from llmb.perfmodel.step_time.setup_fields import scaled
 from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
 from llmb.perfmodel.tune.layout_search import Candidate, search_layouts
@@ -52,9 +53,6 @@ CAUSES = {
     "recompute": ("recompute",),
     "DP and FSDP collectives": ("dp", "fsdp"),
 }
-# Printed cells of a recipe that its code does not have: of Llama 70B, the commit of Megatron Bridge that NVIDIA's
-# recipe names recomputes layers on B200 only (scripts/performance/configs/llama3 at f23d790); its launch.sh sets none.
-PRINTED_ONLY = {("Llama-3.1-70B", "h100"): {"recompute": "none", "recompute_layers": None}}
 BF16_STATE = ("master_weights", "gradients", "moments", "reduce_dtype")
 
 
@@ -124,7 +122,7 @@ def recipe_cases() -> Iterator[Case]:
                     native = any(getattr(config.workload, name) == "bf16" for name in BF16_STATE)
                     if native:
                         config = resolve(recipe, replace(request, settings=()))
-                    setup = replace(setup_of(config), **PRINTED_ONLY.get((config.model.name, row["gpu"]), {}))
+                    setup = setup_of(as_configured(config))
                     yield Case("recipe", config.model.name, setup, scales[0], config if native else None)
 
 

@@ -1,7 +1,9 @@
 """The recipe row that a command line names with -w, -s, --dtype, --gpu-type, --scale and --set."""
 
 import argparse
+import copy
 import os
+import sys
 
 from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.cli.run_options import load_recipes
@@ -9,9 +11,48 @@ from llmb.config.overrides import from_arguments
 from llmb.config.resolve import resolve_all
 from llmb.config.run_list import RunSelection, split_target, tasks_for
 from llmb.config.spec import RunConfig
-from llmb.errors import ConfigError
+from llmb.errors import ConfigError, UnknownName
 from llmb.launch.install_root import install_root
+from llmb.perfmodel.step_time.recipe_settings import as_configured
 from llmb.perfmodel.step_time.setup_fields import parse_scales
+from llmb.perfmodel.step_time.step_constants import ENGINES
+
+EXTERNAL = "engine=megatron_bridge"  # rows as published, without departures of the native engine
+BF16_STATE = ("master_weights", "gradients", "moments", "reduce_dtype")  # formats that only the native engine has
+
+
+def published_row(options: argparse.Namespace, settings: list[str]) -> tuple[RunConfig, list[int]]:
+    """Return a training row as the engine that published it runs it, and the scales asked for.
+
+    A row made for the native engine, with its training state in bf16, is resolved for that. A printed cell that the
+    published run did not have is named on stderr.
+    """
+    recipe, _ = split_target(options.workload, load_recipes())
+    if recipe.kind != "training":
+        return native_row(options, settings)
+    config, scales = native_row(options, [*settings, EXTERNAL])
+    if any(getattr(config.workload, name, None) == "bf16" for name in BF16_STATE):
+        return native_row(options, settings)
+    configured = as_configured(config)
+    for change in configured.overrides[len(config.overrides) :]:
+        line = f"{change.field}={change.value}, as its release configures it; the printed table has {change.replaced}"
+        print(f"note: {line}", file=sys.stderr)
+    return configured, scales
+
+
+def native_row(options: argparse.Namespace, settings: list[str]) -> tuple[RunConfig, list[int]]:
+    """Return a row as `submit` would run it with these settings, and the scales asked for."""
+    chosen = copy.copy(options)
+    chosen.set = settings
+    return resolve_row(chosen)
+
+
+def split_engine(settings: list[str]) -> tuple[str | None, list[str]]:
+    """Return the engine whose constants predict, and the other settings."""
+    names = [text.partition("=")[2].replace("_", "-") for text in settings if text.startswith("engine=")]
+    if names and names[-1] not in ENGINES:
+        raise UnknownName("value of engine", names[-1], ENGINES)
+    return (names[-1] if names else None), [text for text in settings if not text.startswith("engine=")]
 
 
 def resolve_row(options: argparse.Namespace) -> tuple[RunConfig, list[int]]:

@@ -29,6 +29,38 @@ def test_a_recipe_row_prints_its_waterfall(llmb_run):
     assert "of 79 GiB: does not fit; `llmb-run tune` finds layouts that do" in out
 
 
+def test_a_published_row_is_predicted_without_departures_of_the_native_engine(llmb_run):
+    """Grok-1 on 512 H100 takes 13.43 s; the native engine would recompute two layers of each stage to fit."""
+    row = ["predict", "-w", "pretrain_grok1", "--dtype", "fp8", "--scale", "512", "--gpu-type", "h100", "--json"]
+    published, native = (json.loads(llmb_run(*row, *more)[1]) for more in ([], ["--set", "engine=native"]))
+    assert published["interval_80"][0] < 13.43 < published["interval_80"][1]
+    assert (published["terms"]["recompute"], published["engine"]) == (0, "megatron-bridge")
+    assert native["terms"]["recompute"] > 0
+
+
+def test_a_printed_cell_that_the_published_run_did_not_have_is_left_out_and_named(llmb_run):
+    row = ["predict", "-w", "pretrain_llama3.1", "-s", "70b", "--gpu-type", "h100", "--scale", "64", "--json"]
+    _, out, err = llmb_run(*row)
+    assert err == "note: recompute_layers=0, as its release configures it; the printed table has 5\n"
+    assert pytest.approx(json.loads(out)["step_time_s"], rel=0.08) == 9.86  # seconds, published by NeMo 25.04
+    _, out, err = llmb_run(*row, "--set", "recompute_layers=5")
+    assert (json.loads(out)["terms"]["recompute"] > 0, err) == (True, "")
+
+
+def test_an_engine_has_its_constants_on_a_recipe_row(llmb_run):
+    row = ["predict", "-w", "pretrain_grok1", "--scale", "512", "--gpu-type", "h100", "--json"]
+    engines = ("megatron-2024", "megatron-bridge-2026")
+    times = [json.loads(llmb_run(*row, "--set", f"engine={engine}")[1])["step_time_s"] for engine in engines]
+    assert times[0] != times[1]
+    _, _, err = llmb_run(*row, "--set", "engine=vllm")
+    assert "choices are: megatron" in err
+
+
+def test_a_row_made_for_the_native_engine_is_predicted_with_its_constants(llmb_run):
+    row = ["predict", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "bf16", "--gpu-type", "h200", "--scale", "1"]
+    assert json.loads(llmb_run(*row, "--json")[1])["engine"] == "native"
+
+
 def test_json_carries_every_figure(llmb_run):
     code, out, _ = llmb_run(*MODEL, "--json")
     data = json.loads(out)
@@ -206,7 +238,7 @@ def test_a_price_must_be_above_zero(llmb_run):
 
 def test_rates_that_the_probe_measured_scale_the_native_engine_only(llmb_run, tmp_path):
     row = ["predict", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "bf16", "--gpu-type", "h200", "--scale", "1"]
-    commands = ([*row, "--json"], [*row, "--set", "engine=native", "--json"])
+    commands = ([*row, "--set", "engine=megatron-bridge", "--json"], [*row, "--json"])
     before = [json.loads(llmb_run(*command)[1])["step_time_s"] for command in commands]
     path = rates_path(tmp_path / "llmb", "h200")
     path.parent.mkdir(parents=True)

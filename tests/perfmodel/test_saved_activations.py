@@ -8,7 +8,8 @@ from step_setups import step_setup
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.step_time.predictor import predict, run_config, step_memory
+from llmb.perfmodel.step_time.predictor import predict, step_memory
+from llmb.perfmodel.step_time.run_description import run_config
 from llmb.perfmodel.step_time.saved_activations import saved_fraction, whole_logits
 
 LLAMA = step_setup(

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from llmb.errors import ConfigError
 from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.cache_slots import cache_slots, request_bytes
+from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_constants import (
     CONSTANTS_FILE,
     ENGINES,
+    calibrated_serving,
     engine_generation,
     parse_engine,
     serving_constants,
@@ -24,7 +26,7 @@ from llmb.perfmodel.serving_time.serving_constants import (
 from llmb.perfmodel.serving_time.serving_predictor import log_half_width, predict_serving, unproven_note
 from llmb.perfmodel.serving_time.serving_rows import read_serving_rows
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
-from llmb.perfmodel.serving_time.serving_step import active_experts
+from llmb.perfmodel.serving_time.serving_step import active_experts, serving_rates
 from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.setup_fields import changed_device
@@ -120,6 +122,38 @@ def test_more_work_takes_longer(setup):
     assert longer.ttft_ms > base.ttft_ms
     assert crowded.tpot_ms > base.tpot_ms
     assert crowded.output_tokens_per_s > base.output_tokens_per_s
+
+
+def test_fp8_attention_shortens_prefill_of_the_native_engine_only():
+    setup = replace(LLAMA_70B, engine="native", isl=20000, concurrency=4)
+    plain, fp8 = predict_serving(setup), predict_serving(replace(setup, attention_dtype="fp8"))
+    ratio = plain.terms["prefill"]["attention"] / fp8.terms["prefill"]["attention"]
+    assert ratio == pytest.approx(serving_constants()["attention_fp8_native"].value)
+    assert plain.terms["decode_step"] == fp8.terms["decode_step"]
+    for changes in ({"engine": "vllm"}, {"kv_dtype": "bf16"}):
+        with pytest.raises(ConfigError, match="of the native engine beside kv_dtype=fp8"):
+            replace(setup, attention_dtype="fp8", **changes)
+
+
+def test_experts_of_the_native_engine_compute_whole_tiles():
+    """128 experts, 8 of them for a token: 16 a token in 512 tiles of 16 rows, and of 128 rows beyond 64 a expert."""
+    setup = replace(LLAMA_70B, shape=find_model("qwen3-30b-a3b"), engine="native", tp=1)
+    work, c = serving_work(setup), calibrated_serving()
+    steps = NativeStep.of(setup, work, serving_rates(setup, device("h200"), c), device("h200"), c)
+    small = 1 / c["small_tiles_native"]
+    assert steps._expert_rows(2) == pytest.approx(16 * small, rel=0.01)
+    assert 64 * small < steps._expert_rows(896) < 80 * small  # 56 rows on average; some experts have a second tile
+    assert steps._expert_rows(8192) == pytest.approx(512 + 64, rel=0.01)  # half a tile more on average
+    assert steps._expert_rows(0) == 0
+
+
+def test_few_tokens_take_small_tiles_of_gemms_with_block_scales():
+    setup = replace(LLAMA_70B, shape=find_model("deepseek-v3"), engine="native", tp=8, moe_tp=8)
+    work, c = serving_work(setup), calibrated_serving()
+    steps = NativeStep.of(setup, work, serving_rates(setup, device("h200"), c), device("h200"), c)
+    assert [steps._rows(tokens) for tokens in (1, 17, 64, 65)] == [16, 32, 64, 128]
+    gemm = [steps.terms(decodes=tokens, context=1000)["gemm"] for tokens in (16, 17)]
+    assert gemm[1] - gemm[0] > work.low_gemms * c["ramp_native"]  # weights are loaded before the input is there
 
 
 def test_tensor_parallelism_and_faster_memory_shorten_a_large_model():

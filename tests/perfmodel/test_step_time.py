@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from step_setups import step_setup
 
-from llmb.config.spec import Parallel
+from llmb.config.spec import Model, Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.model_catalog import find_model, run_shape
 from llmb.perfmodel.pipeline_schedule import bubble
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
 from llmb.perfmodel.step_time.collective_time import Transfer, rank_traffic
+from llmb.perfmodel.step_time.fitted_constants import native_constants
 from llmb.perfmodel.step_time.gemm_shapes import Gemm, block_gemms, expert_rows, padded_flops
 from llmb.perfmodel.step_time.predictor import log_half_width, model_flops, predict
 from llmb.perfmodel.step_time.published_rows import engine_of, is_possible, parse_row, read_rows
@@ -209,6 +211,33 @@ def test_offloaded_activations_take_time_where_the_link_is_slow():
     copy = 40 * saved_bytes_per_token(setup) * 2 * 8192 / (64e9 * calibrated()["host_link"])
     gpu_time = (slow.step_time_s - slow.terms["offload"]) / setup.ga
     assert 2 * copy - gpu_time < slow.terms["offload"] / setup.ga < 2 * copy
+
+
+def test_the_native_engine_hides_the_copies_of_a_layer_behind_the_next_one():
+    setup = step_setup("llama3.1-8b", "h200", 1, "bf16", mbs=4, gbs=16, engine="native", offload_layers=13)
+    times = [predict(replace(setup, offload_layers=layers)) for layers in (0, 13, 26)]
+    offload = [prediction.terms["offload"] for prediction in times]
+    assert offload[0] == 0
+    assert offload[2] == pytest.approx(2 * offload[1])
+    layer = 4 * 8192 * 2 * (4 * 4096 + 2 * 1024 + 2 * 14336)  # input, q, k, v, attention output, residual, gate and up
+    copy = 13 * layer / (64e9 * calibrated()["host_link"])
+    computing = (times[1].step_time_s - offload[1]) / setup.ga * 13 / 32  # of these layers, with some of the head
+    assert 2 * copy - computing < offload[1] / setup.ga < copy
+
+
+def test_softcap_kernels_take_longer_with_wide_heads_and_windows_less():
+    wide = find_model("gemma-2-9b").model
+    narrow = replace(wide, heads=32, kv_heads=16, head_dim=128)
+    setup = step_setup("gemma-2-9b", "h200", 1, "bf16", gbs=4, engine="native")
+
+    def seconds(model: Model, **changes: object) -> float:
+        return predict(replace(setup, shape=run_shape(replace(model, **changes)))).terms["attention"]
+
+    c = native_constants("work")
+    for model, ratio in ((wide, c["softcap_wide"]), (narrow, c["softcap"])):
+        assert seconds(model, attn_logit_softcap=50.0) / seconds(model) == pytest.approx(ratio)
+    windowed = seconds(wide, attention_pattern="SF", window=4096)
+    assert windowed / seconds(wide) == pytest.approx((1 + 0.75) / 2)  # half of the layers: three quarters of the pairs
 
 
 def test_transfers_use_links_and_network_at_once():

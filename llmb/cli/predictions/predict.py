@@ -167,15 +167,17 @@ def _curve(base: Any, scales: list[int]) -> list[Any]:
 
 def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     """Return the descriptions of a recipe row, at its own scale or with its layout at others (weak scaling)."""
-    from llmb.cli.recipe_row import resolve_row
+    from dataclasses import replace
+
+    from llmb.cli.recipe_row import native_row, published_row, split_engine
     from llmb.errors import ConfigError
     from llmb.perfmodel.step_time.setup_fields import layout_gpus
-    from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, setup_of
+    from llmb.perfmodel.step_time.step_setup import setup_of
 
-    config, scales = resolve_row(options)
-    # Rows are those of published runs: without a word about the engine, the one that ran them.
-    engine = None if any(text.startswith("engine=") for text in options.set) else DEFAULT_ENGINE
-    setup = setup_of(config, engine=engine)
+    engine, settings = split_engine(options.set)
+    config, scales = (native_row if engine == "native" else published_row)(options, settings)
+    setup = setup_of(config)
+    setup = replace(setup, engine=engine or setup.engine)
     split = setup.parallel
     ranks = layout_gpus(split.tp, split.pp, split.cp, split.ep, split.etp)
     usable = [scale for scale in scales if scale % ranks == 0]

@@ -1,24 +1,22 @@
 """Tune of a training run: the row or model to start from, the search, its output."""
 
 import argparse
-import copy
 import json
 import time
 from dataclasses import replace
 from typing import Any
 
 from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
-from llmb.cli.recipe_row import resolve_row
+from llmb.cli.recipe_row import native_row, published_row, split_engine
 from llmb.cli.run_options import load_recipes
 from llmb.cli.tune.measured_layouts import machine_for, measure_layouts
 from llmb.config.parallel_layout import divisors
 from llmb.config.run_list import split_target
-from llmb.config.spec import RunConfig, Training
-from llmb.errors import ConfigError, UnknownName
+from llmb.config.spec import RunConfig
+from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB, with_article
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.setup_fields import build_setup, parse_scales, parse_settings, scaled
-from llmb.perfmodel.step_time.step_constants import ENGINES
 from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
 from llmb.perfmodel.tune.fixed_fields import split_settings
 from llmb.perfmodel.tune.layout_remedies import layout_remedies
@@ -28,14 +26,11 @@ from llmb.perfmodel.tune.native_layouts import native_room, runs_natively
 from llmb.report.terminal.colour import print_report
 from llmb.report.tune.tune_table import TunedRun, tuned_data, tuned_text
 
-EXTERNAL = "engine=megatron_bridge"  # rows as published, without departures of the native engine
-BF16_STATE = ("master_weights", "gradients", "moments", "reduce_dtype")  # formats that only the native engine has
-
 
 def tune_training(options: argparse.Namespace) -> int:
     """Search the layouts of one run and print the best; measure them if requested."""
     fixed, settings = split_settings(options.set)
-    engine, settings = _engine(settings)
+    engine, settings = split_engine(settings)
     config, setup = _recipe_run(options, settings) if options.workload else (None, _model_run(options, settings))
     setup = replace(setup, engine=engine or setup.engine)
     setup = replace(setup, rates=stored_rates(setup.gpu, setup.engine == "native", setup.dtype))
@@ -67,14 +62,6 @@ def _search(
     return search_layouts(setup, fixed, room, runs_natively(config))
 
 
-def _engine(settings: list[str]) -> tuple[str | None, list[str]]:
-    """Return the engine whose constants predict, and the other settings."""
-    names = [text.partition("=")[2] for text in settings if text.startswith("engine=")]
-    if names and names[-1] not in ENGINES:
-        raise UnknownName("value of engine", names[-1], ENGINES)
-    return (names[-1] if names else None), [text for text in settings if not text.startswith("engine=")]
-
-
 def _model_run(options: argparse.Namespace, settings: list[str]) -> StepSetup:
     """Return a description of any model; the batch is one sequence per GPU unless set."""
     from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
@@ -98,20 +85,13 @@ def _recipe_run(options: argparse.Namespace, settings: list[str]) -> tuple[RunCo
     if recipe.kind != "training":
         hint = "; add --task serve" if recipe.kind == "inference" else ""
         raise ConfigError(f"{recipe.workload} is not a training workload{hint}")
-    config, gpus = _row(options, [*settings, EXTERNAL])
-    assert isinstance(config.workload, Training)
-    if options.measure is not None or any(getattr(config.workload, name) == "bf16" for name in BF16_STATE):
-        config, gpus = _row(options, settings)
+    if options.measure is None:
+        config, scales = published_row(options, settings)
+    else:
+        config, scales = native_row(options, settings)
+    gpus = _one_scale(scales)
     setup = scaled(setup_of(config), gpus)
     return replace(config, machine=replace(config.machine, gpus=gpus)), setup
-
-
-def _row(options: argparse.Namespace, settings: list[str]) -> tuple[RunConfig, int]:
-    """Return the row for the scale or the largest below it, resolved, and the scale."""
-    chosen = copy.copy(options)
-    chosen.set = settings
-    config, scales = resolve_row(chosen)
-    return config, _one_scale(scales)
 
 
 def _one_scale(scales: list[int]) -> int:

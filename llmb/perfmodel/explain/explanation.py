@@ -16,7 +16,8 @@ from llmb.perfmodel.params import active_parameters
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
-from llmb.perfmodel.step_time.predictor import predict, run_model, spared_macs
+from llmb.perfmodel.step_time.predictor import predict, spared_macs
+from llmb.perfmodel.step_time.run_description import run_model
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 # Kind of work, as the profiler of a run names it -> terms of the predictor. Recompute counts as matrix products.

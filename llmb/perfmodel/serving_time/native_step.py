@@ -7,8 +7,9 @@ Others run GEMMs on tensor cores over rows padded to a captured size and then to
 first loads, its last tile) counts where reading weights bounds it.
 """
 
+import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmb.perfmodel.serving_time.graph_sizes import MAX_MIXED_TOKENS, decode_graph_sizes, mixed_graph_tokens
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
@@ -20,6 +21,9 @@ from llmb.perfmodel.step_time.fitted_constants import Constants
 SKINNY_TOKENS = 2  # the most that skinny GEMMs take
 CONVERSION = 0.5  # of an fp8 weight to fp32, in multiply-adds
 TILE = 128  # rows of a GEMM tile
+SMALL_TILES = (16, 32, 64)  # rows of tiles of experts, where that many hold the mean; others have 128
+BLOCK_SCALED_TILES = (16, 32, 64)  # rows of tiles of dense GEMMs with block scales, of as few tokens
+PREFETCHED_TOKENS = 16  # the most of a step whose block-scaled GEMMs load weights before their input is written (PDL)
 DRAFT_LAYERS = 2  # a multi-token-prediction layer and the LM head, in layers
 
 
@@ -32,6 +36,7 @@ class NativeStep:
     rates: ServingRates
     skinny_flops: float
     skinny_read: float  # bytes/s
+    small_tiles: float  # rate of tiles of SMALL_TILES against larger ones
     decode_sizes: list[int]
     mixed_sizes: list[int]  # none: steps with prefill chunks have no graph
 
@@ -46,6 +51,7 @@ class NativeStep:
             rates=rates,
             skinny_flops=on.fabric.sms * c["skinny_native"],
             skinny_read=on.memory_bandwidth * c["read_native"],
+            small_tiles=c["small_tiles_native"],
             decode_sizes=decode_graph_sizes(setup.max_batch_size),
             mixed_sizes=mixed_graph_tokens(setup.max_num_tokens) if has_graphs else [],
         )
@@ -71,9 +77,12 @@ class NativeStep:
         sampled = decodes * (1 + setup.draft_tokens) + prompts
         computed = self._padded(decodes, tokens, prefill)
         replicas = setup.attention_dp
+        if setup.has_block_scales and tokens <= PREFETCHED_TOKENS:
+            r = replace(r, ramp=0.0)
         terms: dict[str, float] = step_seconds(
             self.work, r, tokens=computed, all_tokens=computed * replicas, sampled=sampled, decodes=decodes,
-            context=context, pairs=pairs, window_pairs=window_pairs, rows=-(-computed // TILE) * TILE,
+            context=context, pairs=pairs, window_pairs=window_pairs, rows=self._rows(computed),
+            expert_rows=self._expert_rows(computed * replicas),
         )  # fmt: skip
         if prefill and not (self.mixed_sizes and tokens <= MAX_MIXED_TOKENS):
             # The host launches every kernel, and the GPU waits where that takes longer than its work.
@@ -107,6 +116,24 @@ class NativeStep:
         sizes = self.decode_sizes
         return sizes[min(bisect_left(sizes, decodes), len(sizes) - 1)]
 
+    def _rows(self, tokens: float) -> float:
+        """Return the rows of dense GEMMs in whole tiles."""
+        tiles = BLOCK_SCALED_TILES if self.setup.has_block_scales else ()
+        return next((tile for tile in tiles if tokens <= tile), -(-tokens // TILE) * TILE)
+
+    def _expert_rows(self, tokens: float) -> float:
+        """Return the rows of an active expert in whole tiles, as rows of large tiles that take as long.
+
+        Tokens of an expert follow a Poisson distribution, as those of random weights are routed evenly.
+        """
+        mean = self.work.routed * tokens
+        if not mean:
+            return 0.0
+        tile = next((tile for tile in SMALL_TILES if mean <= tile), TILE)
+        active = 1 - math.exp(-mean)  # of the experts
+        filled = sum(_poisson_above(tile * count, mean) for count in range(1, int(2 * mean / tile) + 2))
+        return tile * (1 + filled / active) / (self.small_tiles if tile < TILE else 1.0)
+
     def _padded(self, decodes: float, tokens: float, prefill: float) -> float:
         """Return the tokens of the captured step that is replayed."""
         if not prefill:
@@ -134,3 +161,8 @@ class NativeStep:
         terms["communication"] += (setup.pp - 1) * self.rates.ring
         drafts = 1 + setup.draft_tokens * DRAFT_LAYERS / setup.shape.model.layers
         return {name: seconds * drafts for name, seconds in terms.items()} if setup.draft_tokens else terms
+
+
+def _poisson_above(count: float, mean: float) -> float:
+    """Return the probability of more than `count`, by the normal distribution of the same mean and variance."""
+    return 0.5 * math.erfc((count + 0.5 - mean) / math.sqrt(2 * mean))

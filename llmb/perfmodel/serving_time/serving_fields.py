@@ -16,7 +16,7 @@ from llmb.perfmodel.step_time.setup_fields import parse_fields
 COUNTS = (
     "tp", "pp", "ep", "attention_dp", "moe_tp", "max_num_tokens", "max_batch_size", "receive_interval", "waves",
 )  # fmt: skip
-FIELDS = (*COUNTS, *FRACTIONS, "draft_tokens", "kv_dtype", "engine_version")
+FIELDS = (*COUNTS, *FRACTIONS, "draft_tokens", "kv_dtype", "attention_dtype", "engine_version")
 MOST_CLIENTS = 1 << 20
 
 
@@ -116,6 +116,7 @@ def serving_setup_of(config: RunConfig, engine: str = "native", rates: Rates | N
         draft_tokens=work.speculative_tokens,
         draft_shape=None if work.draft_model is None else run_shape(work.draft_model),
         draft_acceptance=work.draft_acceptance or (1.0,) * work.speculative_tokens,  # not stated: at most all
+        attention_dtype=config.precision.attention_dtype if engine == "native" else None,
         fp8_recipe=config.precision.fp8_recipe,
         rates=rates,
         gpu_memory_bytes=None if config.machine.gpu in FABRICS else memory_bytes(config.machine),

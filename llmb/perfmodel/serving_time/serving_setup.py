@@ -51,6 +51,7 @@ class ServingSetup:
     draft_acceptance: tuple[float, ...] = ()  # of a draft model, by position, in place of `acceptance`
     receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
     waves: int = WAVES  # requests per client: the first ones arrive together
+    attention_dtype: str | None = None  # engine native: fp8, of prefill attention; none: bf16
     fp8_recipe: str | None = None  # engine native: how fp8 weights are scaled; none: as the model is published
     gpu_memory_bytes: float | None = None  # as the driver reports it, of a GPU without fitted efficiencies
     rates: Rates | None = None  # measured by `probe`: of engine native, or of a GPU without fitted efficiencies
@@ -69,6 +70,7 @@ class ServingSetup:
                 raise UnknownName(title, value, choices)
         if not isinstance(self.draft_tokens, int) or not 0 <= self.draft_tokens <= MOST_DRAFTS:
             raise ConfigError(f"draft_tokens must be a whole number, 0 to {MOST_DRAFTS}, got {self.draft_tokens!r}")
+        _check_attention_dtype(self)
         for name in FRACTIONS:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1, got {getattr(self, name)!r}")
@@ -112,6 +114,15 @@ def expected_tokens(acceptance: tuple[float, ...]) -> float:
         reached *= probability
         tokens += reached
     return tokens
+
+
+def _check_attention_dtype(setup: ServingSetup) -> None:
+    if setup.attention_dtype is None:
+        return
+    if setup.attention_dtype != "fp8":
+        raise UnknownName("attention_dtype", setup.attention_dtype, ("fp8",))
+    if setup.engine != "native" or setup.kv_dtype != "fp8":
+        raise ConfigError("attention_dtype=fp8 is prefill attention of the native engine beside kv_dtype=fp8")
 
 
 def _check_layout(setup: ServingSetup) -> None:

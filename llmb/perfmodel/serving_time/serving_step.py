@@ -38,9 +38,10 @@ class ServingRates:
     high_read: Number
     expert_read: Number
     kv_read: Number
-    attention: Number
+    prefill_attention: Number
     memory: Number
     ramp: Number  # of a GEMM that reading its weights bounds
+    decode_attention: Number
     link: Number
     reduce: Number
     ring: Number
@@ -67,7 +68,7 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         else bf16 * c["weight_only"],
     }[setup.dtype]
     bandwidth = on.memory_bandwidth
-    expert, expert_read = low * c["experts"], bandwidth * c[f"read_{family}"] * c["experts_read"]
+    expert, expert_read = low * c[f"experts{native}"], bandwidth * c[f"read_{family}"] * c["experts_read"]
     if native and setup.dtype == "nvfp4" and "nvfp4" not in peaks:
         expert, expert_read = (
             peaks["bf16"] * c["experts_4bit_native"] * clock,
@@ -80,6 +81,7 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
     generation, ranks = setup.generation, setup.tp * setup.attention_dp
     old = generation.endswith("2025")
     kernel = c[f"kernel_{family}"] * (c["kernels_2025"] if old else 1.0)
+    attention = peaks["bf16"] * c[f"attention_{family}"] * clock
     return ServingRates(
         low=low,
         high=bf16,
@@ -89,9 +91,12 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         high_read=read,
         expert_read=expert_read / (1.0 + c["ep_imbalance"] * (1 - 1 / setup.ep)),
         kv_read=bandwidth * c[f"kv_read{native}"] * (c["mla_read"] if setup.shape.model.mla else 1.0),
-        attention=peaks["bf16"] * c[f"attention_{family}"] * clock,
+        prefill_attention=attention * (c["attention_fp8_native"] if setup.attention_dtype else 1.0),
         memory=bandwidth * c["memory"],
         ramp=c["ramp_native"] if native else 0.0,
+        decode_attention=peaks["bf16"] * c["mla_decode_native"] * clock
+        if native and setup.shape.model.mla
+        else attention,
         link=(on.link_bandwidth if ranks <= on.fabric.link_domain else on.network) * c["link"],
         reduce=c["reduce"],
         ring=c["ring"],
@@ -136,28 +141,30 @@ def step_seconds(
     pairs: Number = 0.0,
     window_pairs: Number = 0.0,
     rows: Number | None = None,
+    expert_rows: Number | None = None,
 ) -> dict[str, Number]:
     """Return the seconds of a step by kind.
 
     `tokens`: of this replica; `all_tokens`: of all replicas; `sampled`: tokens whose logits are needed; `decodes`:
     requests in decode with `context` cached tokens each; `pairs`: (query, key) pairs of prefill; `rows`: of dense GEMMs
-    where padding to tiles is known.
+    where padding to tiles is known, `expert_rows` the same of an active expert.
     """
     rows = tokens if rows is None else rows
     active = active_experts(work.routed, all_tokens, r.skew)
     routed_rows = work.routed * all_tokens / _positive(active)  # of an active expert
-    padding = _smaller(LEAST_PADDING + routed_rows / 2, MOST_PADDING)
-    expert_rows = work.expert_macs * (all_tokens + padding * active / _positive(work.routed))
+    if expert_rows is None:
+        expert_rows = routed_rows + _smaller(LEAST_PADDING + routed_rows / 2, MOST_PADDING)
+    expert_macs = work.expert_macs * expert_rows * active / _positive(work.routed)
     cached = decodes * (context * work.kv_bytes + _smaller(context, work.window) * work.window_kv_bytes)
     return {
         "gemm": longer(work.low_bytes / r.low_read + work.low_gemms * r.ramp, 2 * work.low_macs * rows / r.low)
         + longer(work.high_bytes / r.high_read + work.high_gemms * r.ramp, 2 * work.high_macs * rows / r.high)
         + longer(work.head_bytes / r.high_read + r.ramp, 2 * work.head_macs * sampled / r.head),
-        "experts": longer(work.expert_bytes * active / r.expert_read, 2 * expert_rows / r.expert),
+        "experts": longer(work.expert_bytes * active / r.expert_read, 2 * expert_macs / r.expert),
         "attention": longer(
-            (cached + decodes * work.state_bytes) / r.kv_read, 2 * decodes * context * work.kv_macs / r.attention
+            (cached + decodes * work.state_bytes) / r.kv_read, 2 * decodes * context * work.kv_macs / r.decode_attention
         )
-        + 2 * (pairs * work.pair_macs + window_pairs * work.window_pair_macs) / r.attention,
+        + 2 * (pairs * work.pair_macs + window_pairs * work.window_pair_macs) / r.prefill_attention,
         "memory_bound": tokens * work.activation_bytes / r.memory,
         "communication": work.reduces
         * shorter(r.reduce + all_tokens * work.direct_bytes / r.link, r.ring + all_tokens * work.ring_bytes / r.link),

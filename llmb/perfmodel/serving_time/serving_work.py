@@ -17,6 +17,8 @@ BF16 = BYTES["bf16"]
 # activation. experts: norm, router, top-k, sort, permute, two GEMMs, activation, combine; shared ones: two GEMMs,
 # activation, add. mamba: norm, in, convolution, scan, gate, out.
 KERNELS = {"attention": 6, "mla": 14, "mlp": 4, "experts": 9, "mamba": 6}
+# Of the native engine: one down projection of MLA, and one kernel of its norm, RoPE and cache write.
+NATIVE_KERNELS = KERNELS | {"mla": 11}
 SHARED_KERNELS = 4
 SKINNY_BLOCKS = ("attention", "mlp")  # of which the native engine fuses all but GEMMs and attention, for few tokens
 QUANTIZED_GEMMS = {"attention": 2, "mla": 4, "mlp": 2, "experts": 2, "mamba": 2}
@@ -117,7 +119,8 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
         }
     counts["activation_bytes"] = BF16 * (4 * model.hidden + _inner_values(setup, kind, block))
     plain = kind in ("attention", "mla") and four_bit_experts_only(setup)
-    counts["kernels"] = KERNELS[kind] + (0.0 if plain else QUANTIZED_GEMMS[kind] * QUANTIZE[setup.dtype])
+    kernels = NATIVE_KERNELS if setup.engine == "native" else KERNELS
+    counts["kernels"] = kernels[kind] + (0.0 if plain else QUANTIZED_GEMMS[kind] * QUANTIZE[setup.dtype])
     if kind == "experts" and model.experts and model.experts.shared:
         counts["kernels"] += SHARED_KERNELS + QUANTIZE[setup.dtype]
     counts["fused_kernels"] = counts["kernels"] if kind in SKINNY_BLOCKS else 0.0

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.spec import Model
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.offload.machine_rates import H200, known_rates
 from llmb.perfmodel.offload.task_durations import causal_rate
@@ -22,6 +23,7 @@ from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import BACKWARD_ATTENTION, BlockWork, RankWork
 
 LOGIT_BYTES = 16.0  # per logit, of the work that this module starts from
+WIDEST_TILED_HEAD = 128  # of softcap kernels with their usual tiles
 CAST_BYTES = {True: 3.0, False: 4.0}  # per weight and direction: read, and written in one layout or in both
 
 
@@ -54,10 +56,17 @@ def _block(setup: StepSetup, block: BlockWork, explicit: bool, accumulated: floa
     fused = c["fused_quantization"] if explicit else 1.0
     return replace(
         block,
-        attention_flops=block.attention_flops * (c["softcap"] if setup.shape.model.attn_logit_softcap else 1.0),
+        attention_flops=block.attention_flops * _softcap_cost(setup.shape.model),
         memory_bytes=block.memory_bytes * (c["fused_passes"] if explicit else 1.0) + accumulated,
         quantize_bytes=block.quantize_bytes * own_passes.get(setup.dtype, fused) + casts,
     )
+
+
+def _softcap_cost(model: Model) -> float:
+    """Return the time of attention by our softcap kernels against cuDNN's without a softcap."""
+    if model.attn_logit_softcap is None:
+        return 1.0
+    return native_constants("work")["softcap" if model.head_dim <= WIDEST_TILED_HEAD else "softcap_wide"]
 
 
 def native_rates(setup: StepSetup, on: Device, power_gain: float = 1.0) -> dict[str, float]:

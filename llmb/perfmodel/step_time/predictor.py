@@ -6,20 +6,19 @@ predict(setup).interval_80            -> (shortest, longest) step time in second
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.flops import flops_breakdown
-from llmb.perfmodel.hardware import GB, GIB, gpu
+from llmb.perfmodel.hardware import GB, GIB
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.fitted_constants import NATIVE_FILE, Constants, native_constants, read_interval
+from llmb.perfmodel.step_time.run_description import NATIVE, run_config
 from llmb.perfmodel.step_time.saved_activations import saved_fraction, whole_logits
 from llmb.perfmodel.step_time.step_constants import calibrated, interval_data
-from llmb.perfmodel.step_time.step_setup import RECIPE_DTYPES, StepSetup
-from llmb.perfmodel.step_time.waterfall import NATIVE, StepWork, step_terms, step_work
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.waterfall import StepWork, step_terms, step_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +110,6 @@ def log_half_width(setup: StepSetup) -> float:
     return float(data["half_width"][interval_class(setup)]) * unseen
 
 
-def run_model(setup: StepSetup) -> Model:
-    """Return the model with the layers of the run, MTP's included; dense layers of a mixture shrink with them."""
-    model, added = setup.shape.model, setup.shape.mtp_layers
-    layers = setup.layer_count + added
-    if layers == model.layers:
-        return model
-    experts = model.experts and replace(model.experts, dense_layers=min(model.experts.dense_layers, layers - 1))
-    pattern = model.pattern and (model.pattern + "*E" * added)[:layers]
-    return replace(model, layers=layers, experts=experts, pattern=pattern)
-
-
 def step_memory(setup: StepSetup, routed: float = 1.0) -> MemoryEstimate:
     """Return the memory estimate of the fullest GPU; frozen weights have neither gradients nor optimizer state.
 
@@ -139,36 +127,3 @@ def step_memory(setup: StepSetup, routed: float = 1.0) -> MemoryEstimate:
     activations = estimate.activations * saved_fraction(setup, routed) + whole_logits(setup)
     estimate = replace(estimate, activations=activations)
     return replace(estimate, gradients=0.0, optimizer=0.0) if setup.task == "lora" else estimate
-
-
-def _precision(setup: StepSetup) -> Precision:
-    recipes: dict[str, Any] = {dtype: recipe for recipe, dtype in RECIPE_DTYPES.items()}
-    if setup.engine != NATIVE or setup.dtype not in ("fp8", *recipes):
-        return Precision(dtype="bf16")
-    return Precision(dtype="fp8", fp8_recipe=recipes.get(setup.dtype))
-
-
-def run_config(setup: StepSetup) -> RunConfig:
-    """Return the run as a configuration of its kind of engine, for the memory estimate."""
-    split, rematerializes = setup.parallel, setup.engine == "jax"  # XLA does by default
-    return RunConfig(
-        name=setup.shape.model.name,
-        target="predict",
-        size="",
-        engine="native" if setup.engine == NATIVE else "megatron_bridge",
-        machine=Machine(gpu=setup.gpu, gpus=setup.gpus, gpus_per_node=gpu(setup.gpu).gpus_per_node),
-        model=run_model(setup),
-        parallel=Parallel(
-            dp=setup.dp, fsdp=split.fsdp, tp=split.tp, pp=split.pp, cp=split.cp, ep=split.ep, etp=split.etp, vp=split.vp
-        ),
-        precision=_precision(setup),
-        workload=Training(
-            seqlen=setup.seqlen,
-            mbs=setup.mbs,
-            gbs=setup.gbs,
-            ga=setup.ga,
-            recompute_layers=(replace(setup, recompute="full") if rematerializes else setup).recomputed_layers,
-            offload_layers=setup.offload_layers,
-            **(setup.formats.fields() if setup.engine == NATIVE else {}),
-        ),
-    )

@@ -1,18 +1,22 @@
 """Settings that published rows leave out, from the public recipe that they ran: `recipe_settings.yaml`.
 
 with_recipe({"notes": "recipe=qwen3_30b_a3b_pretrain_8gpu_gb300_fp8mx_config", ...})["mbs"]       -> "8"
+as_configured(config)            a recipe row without the printed cells that its own configuration does not have
 """
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llmb.config.recipe import load_yaml
+from llmb.config.spec import Override, RunConfig
 from llmb.perfmodel.model_catalog import ModelShape, find_model
 
 SETTINGS_FILE = Path(__file__).with_name("recipe_settings.yaml")
 IDENTITY = ("model", "gpu", "dtype", "gpus")  # of a recipe; the other fields are its settings
+AS_RELEASED = "the release configures it so"
 KNOBS = ("cuda_graphs", "notes")  # settings that hold on any number of GPUs
 
 
@@ -34,6 +38,24 @@ def with_recipe(cells: dict[str, str], shape: ModelShape, dtype: str, recent: bo
             if same and find_model(settings["model"]) == shape:
                 return _filled(cells, settings, KNOBS)
     return cells
+
+
+def as_configured(config: RunConfig) -> RunConfig:
+    """Return a resolved recipe row as its release configures it, where the printed table differs; set fields stay."""
+    chosen = {override.field for override in config.overrides}
+    for settings in _data()["printed_only"]:
+        row = (settings["workload"], settings["size"], settings["gpu"])
+        if row == (config.target, config.size, config.recipe_row.get("gpu")):
+            for name in settings.keys() - {"workload", "size", "gpu"} - chosen:
+                config = _configured(config, name, settings[name])
+    return config
+
+
+def _configured(config: RunConfig, name: str, value: Any) -> RunConfig:
+    printed = getattr(config.workload, name)
+    change = Override(field=name, value=value, replaced=printed, source=AS_RELEASED)
+    workload = replace(config.workload, **{name: value})
+    return replace(config, workload=workload, overrides=(*config.overrides, change))
 
 
 def _as_released(cells: dict[str, str], shape: ModelShape, dtype: str) -> dict[str, str]:

@@ -7,8 +7,10 @@ mla_up_proj, mlp, moe_act, moe.
 """
 
 from llmb.config.spec import Model
+from llmb.perfmodel.activation_memory import ActivationSizes
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.memory_estimate import LOGIT_BYTES, LOSS_CHUNK_TOKENS
+from llmb.perfmodel.step_time.run_description import NATIVE, run_config
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import BF16, OPERAND_BYTES
 
@@ -42,7 +44,9 @@ def whole_logits(setup: StepSetup) -> float:
 def offloaded_bytes(setup: StepSetup) -> float:
     """Return the activations of a micro-batch that a rank copies to the host, and back for backward."""
     model, split = setup.shape.model, setup.parallel
-    layers = min(setup.offload_layers, -(-setup.layer_count // split.pp))
+    layers = min(setup.offload_layers, setup.most_layers)
+    if layers and setup.engine == NATIVE:  # exact
+        return layers * ActivationSizes(run_config(setup)).layer(0)
     values = sum(count * block.saved_values for _, count, block in block_stack(model)) / model.layers
     return layers * BF16 * values * saved_fraction(setup) * setup.tokens / split.tp if layers else 0.0
 

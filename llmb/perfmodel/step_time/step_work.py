@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from llmb.config.spec import BLOCKS_BY_LETTER, Model
 from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.gemm_shapes import (
@@ -251,12 +252,20 @@ def _attention_flops(setup: StepSetup, on: Device, counts: dict[str, float]) -> 
     for kind in ("attention", "mla"):
         if count := counts.get(kind, 0.0):
             windowed = shape.window_layers / shape.model.layers
-            pairs = min(setup.seqlen, setup.document_tokens or setup.seqlen) / 2
-            mean = pairs * (1 - windowed) + min(shape.window or pairs, pairs) * windowed
+            document = min(setup.seqlen, setup.document_tokens or setup.seqlen)
+            mean = document / 2 * (1 - windowed) + _window_keys(shape, document) * windowed
             softmax = softmax_cost(shape.model, on.fabric.family, SOFTMAX_DIM_OF.get(setup.engine, SOFTMAX_DIM))
             macs = BLOCK_COSTS[kind](shape.model).pair_macs * softmax
             total += count * 2.0 * setup.tokens * mean * macs / setup.parallel.tp
     return total
+
+
+def _window_keys(shape: ModelShape, tokens: int) -> float:
+    """Return the keys that a query of a windowed layer attends to, on average; those of the catalog state that mean."""
+    if shape.model.window is None:
+        return min(shape.window or tokens / 2, tokens / 2)
+    window = min(shape.model.window, tokens)  # the first queries have fewer keys before them
+    return window * (1 - window / (2 * tokens))
 
 
 def softmax_cost(model: Model, family: str, softmax_dim: float = SOFTMAX_DIM) -> float:

@@ -14,6 +14,7 @@ from llmb.perfmodel.step_time.collective_time import RankTraffic, Transfer, rank
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.measured_device import device_of
 from llmb.perfmodel.step_time.native_work import explicit_recompute, is_explicit, native_rates, native_work
+from llmb.perfmodel.step_time.run_description import NATIVE
 from llmb.perfmodel.step_time.saved_activations import offloaded_bytes
 from llmb.perfmodel.step_time.step_constants import ENGINES
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -35,7 +36,6 @@ TERMS = (
 HOST_NORM = 4
 FORWARD = 1 / 3  # of a micro-batch
 FORWARD_EXPERTS = 1 / 2  # of the all-to-all, which recompute repeats
-NATIVE = "native"  # the engine of this repository
 
 
 @dataclass(frozen=True)
@@ -246,11 +246,16 @@ def _exposed_host(step: StepWork, c: Constants, gpu: float) -> float:
 
 
 def _exposed_offload(step: StepWork, c: Constants, micro_batch: float) -> float:
-    """Time of the copies to the host that the forward does not hide, and back that the backward does not."""
+    """Time of the copies to the host that the forward does not hide, and back that the backward does not.
+
+    The native engine copies a layer while the next one computes, others while any layer does.
+    """
     if not step.offloaded or step.device.gpu.host_bandwidth is None:
         return 0.0
-    copy = step.offloaded / (step.device.gpu.host_bandwidth * c["host_link"])
-    return max(0.0, copy - FORWARD * micro_batch) + max(0.0, copy - (1 - FORWARD) * micro_batch)
+    copy, hiding = step.offloaded / (step.device.gpu.host_bandwidth * c["host_link"]), micro_batch
+    if step.setup.engine == NATIVE:
+        hiding *= min(1.0, step.setup.offload_layers / step.setup.most_layers)
+    return max(0.0, copy - FORWARD * hiding) + max(0.0, copy - (1 - FORWARD) * hiding)
 
 
 def _exposed_dp(step: StepWork, c: Constants, micro_batch: float) -> float:
