@@ -145,8 +145,20 @@ UNSUPPORTED = [
         "field 'short_factor' is missing",
     ),
     (LLAMA_8B | {"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True is not supported"),
+    (
+        LLAMA_8B | {"model_type": "smollm3", "sliding_window": 4096, "layer_types": ["sliding_attention"] * 32},
+        "layer_types with sliding_attention is not supported; only full_attention is",
+    ),
     (LLAMA_8B | {"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 32 layers"),
     (LLAMA_8B | {"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    (LLAMA_8B | {"model_type": "gemma2", "sliding_window_pattern": 6}, "sliding_window_pattern=6 is not supported"),
+    *(
+        (
+            LLAMA_8B | {"model_type": "phi3", "rope_scaling": None, "partial_rotary_factor": factor},
+            f"partial_rotary_factor={factor} is not supported: it rotates {channels} of 128 channels",
+        )
+        for factor, channels in ((0.5742, 73), (0.01, 1), (0.0, 0))
+    ),
     (
         LLAMA_8B | {"model_type": "gemma2", "layer_types": ["chunked_attention"] * 32},
         "chunked_attention is not",
