@@ -123,7 +123,9 @@ def test_serving_and_out_of_core_training_take_the_weights_of_a_folder(tmp_path:
     (tmp_path / "my-model" / "model.safetensors").write_bytes(b"")
     folder = str((tmp_path / "my-model").resolve())
     assert [weights(task, TINY) for task in ("serve", "offload")] == [folder, folder]
-    assert [weights(task, TINY | fp8) for task in ("serve", "offload")] == [folder, None]  # only serving reads fp8
+    assert weights("serve", TINY | fp8) == folder
+    with pytest.raises(ConfigError, match="my-model holds weights in fp8, which only --task serve reads; give its config"):
+        weights("offload", TINY | fp8)
     assert [weights(task, QWEN3_8B) for task in ("serve", "offload")] == [None, None]  # a proxy
 
 
@@ -163,6 +165,7 @@ def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: 
         (TINY, ("-w", "pretrain_grok1"), "--model names the model; leave out -w"),
         (TINY, ("--scale", "1,2"), "--model runs at one scale, got --scale 1,2"),
         (TINY | {"mlp_bias": True}, (), "mlp_bias=True is not supported"),
+        ({"model_type": "gpt2"}, (), "unknown model_type of config.json: 'gpt2'; choices are: llama, qwen2"),
         (
             QWEN3_8B | {"num_hidden_layers": 400},
             ("--task", "serve", "--gpu-type", "h100"),

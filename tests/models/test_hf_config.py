@@ -115,6 +115,9 @@ def test_model_is_named_after_the_folder(tmp_path: Path) -> None:
     (tmp_path / "Llama-3.1-8B").mkdir()
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
         load_hf_config(tmp_path / "Llama-3.1-8B")
+    (tmp_path / "Llama-3.1-8B" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"Llama-3\.1-8B is a LoRA adapter; name the folder of its base model"):
+        load_hf_config(tmp_path / "Llama-3.1-8B")
     (tmp_path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(LLAMA_8B))
     assert load_hf_config(tmp_path / "Llama-3.1-8B").name == "Llama-3.1-8B"
 

@@ -63,8 +63,11 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     )
     if not options.scale.isdigit():
         raise ConfigError(f"--model runs at one scale, got --scale {options.scale}")
-    is_read = task == "serve" or (task == "offload" and stored != "fp8")
-    weights = _weights(path) if is_read else None
+    weights = None if task == "train" else _weights(path)
+    if weights is not None and task == "offload" and stored == "fp8":
+        raise ConfigError(
+            f"{path} holds weights in fp8, which only --task serve reads; give its config.json alone for random weights"
+        )
     budgets = _budgets(gpu) if task == "offload" else {}
     recipe = model_recipe(model, task, gpu, int(options.scale), weights, budgets)
     options.workload, options.size = recipe.workload, recipe.default_size
