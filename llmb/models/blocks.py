@@ -88,7 +88,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device, cont
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
         pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
-        unscaled = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+        unscaled = 1 - ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
         return frequencies * (unscaled + (1 - unscaled) / rope.factor)
     return frequencies
 

@@ -123,8 +123,31 @@ def test_serving_and_out_of_core_training_take_the_weights_of_a_folder(tmp_path:
     (tmp_path / "my-model" / "model.safetensors").write_bytes(b"")
     folder = str((tmp_path / "my-model").resolve())
     assert [weights(task, TINY) for task in ("serve", "offload")] == [folder, folder]
-    assert [weights(task, TINY | fp8) for task in ("serve", "offload")] == [folder, None]  # only serving reads fp8
+    assert weights("serve", TINY | fp8) == folder
+    with pytest.raises(ConfigError, match="my-model holds weights in fp8, which only --task serve reads; give its config"):
+        weights("offload", TINY | fp8)
     assert [weights(task, QWEN3_8B) for task in ("serve", "offload")] == [None, None]  # a proxy
+
+
+@pytest.mark.parametrize("task", ["train", "serve", "offload"])
+def test_a_gpu_without_a_row_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    assert run_of(tmp_path, TINY, "--task", task, "--gpu-type", "unlisted:T4").machine.gpu == "t4"
+    monkeypatch.setenv("GPU_TYPE", "unlisted:t4")
+    assert run_of(tmp_path, TINY, "--task", task).machine.gpu == "t4"
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.safetensors.index.json",
+                                  "consolidated.00.pth", "model.gguf", "adapter_model.safetensors"])  # fmt: skip
+@pytest.mark.parametrize("task", ["serve", "offload"])
+def test_weights_that_cannot_be_read_are_not_replaced_by_random_ones(tmp_path: Path, task: str, file: str) -> None:
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / file).write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"my-model holds {file}.*give its config.json alone for random weights"):
+        run_of(tmp_path, TINY, "--task", task)
+    config = str(tmp_path / "my-model" / "config.json")
+    options = parser().parse_args(["submit", "--model", config, "--task", task])
+    assert resolve(*[(recipes[t.workload], t.request) for recipes in [recipes_for(options)]
+                     for t in tasks_for(run_selection(options), recipes)][0]).workload.weights is None  # fmt: skip
 
 
 def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: Path) -> None:
@@ -142,6 +165,7 @@ def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: 
         (TINY, ("-w", "pretrain_grok1"), "--model names the model; leave out -w"),
         (TINY, ("--scale", "1,2"), "--model runs at one scale, got --scale 1,2"),
         (TINY | {"mlp_bias": True}, (), "mlp_bias=True is not supported"),
+        ({"model_type": "gpt2"}, (), "unknown model_type of config.json: 'gpt2'; choices are: llama, qwen2"),
         (
             QWEN3_8B | {"num_hidden_layers": 400},
             ("--task", "serve", "--gpu-type", "h100"),

@@ -115,6 +115,9 @@ def test_model_is_named_after_the_folder(tmp_path: Path) -> None:
     (tmp_path / "Llama-3.1-8B").mkdir()
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
         load_hf_config(tmp_path / "Llama-3.1-8B")
+    (tmp_path / "Llama-3.1-8B" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"Llama-3\.1-8B is a LoRA adapter; name the folder of its base model"):
+        load_hf_config(tmp_path / "Llama-3.1-8B")
     (tmp_path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(LLAMA_8B))
     assert load_hf_config(tmp_path / "Llama-3.1-8B").name == "Llama-3.1-8B"
 
@@ -145,8 +148,20 @@ UNSUPPORTED = [
         "field 'short_factor' is missing",
     ),
     (LLAMA_8B | {"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True is not supported"),
+    (
+        LLAMA_8B | {"model_type": "smollm3", "sliding_window": 4096, "layer_types": ["sliding_attention"] * 32},
+        "layer_types with sliding_attention is not supported; only full_attention is",
+    ),
     (LLAMA_8B | {"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 32 layers"),
     (LLAMA_8B | {"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    (LLAMA_8B | {"model_type": "gemma2", "sliding_window_pattern": 6}, "sliding_window_pattern=6 is not supported"),
+    *(
+        (
+            LLAMA_8B | {"model_type": "phi3", "rope_scaling": None, "partial_rotary_factor": factor},
+            f"partial_rotary_factor={factor} is not supported: it rotates {channels} of 128 channels",
+        )
+        for factor, channels in ((0.5742, 73), (0.01, 1), (0.0, 0))
+    ),
     (
         LLAMA_8B | {"model_type": "gemma2", "layer_types": ["chunked_attention"] * 32},
         "chunked_attention is not",

@@ -6,6 +6,7 @@ changed, and then our logits are those of `transformers`, or our error names the
 
 import inspect
 import json
+import random
 import re
 import sys
 import zlib
@@ -225,6 +226,7 @@ ROPE_SECTIONS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16, "truncate": None},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 0.7},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_slow": 8.0},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {"rope_type": "longrope", "short_factor": [1.5] * 4, "long_factor": [2.5] * 4},
     {"type": "default", "mrope_section": [1, 1, 2]},
@@ -302,6 +304,45 @@ def test_every_field_is_honoured_or_refused(model_type: str, tmp_path: Path) -> 
             problems[f"{name}={value}"] = problem
     assert invalid - valid == INVALID.get(model_type, set())
     assert not problems, "\n".join(f"{field}: {problem}" for field, problem in problems.items())
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODELS)
+def test_several_fields_at_once_are_honoured_or_refused(model_type: str, tmp_path: Path) -> None:
+    """Combinations of two to four of the changes above, drawn at random."""
+    base, draw, problems, compared = base_config(model_type), random.Random(5), {}, 0
+    single = [{name: config[name] for name in config if config[name] != base.get(name)}
+              for _, value, config in changes(model_type, base) if value is not LEFT_OUT]  # fmt: skip
+    for number in range(120):
+        change = {name: value for each in draw.sample(single, draw.randint(2, 4)) for name, value in each.items()}
+        try:
+            changed = reference(base | change)
+            logits_of(changed)
+        except INVALID_CONFIG:
+            continue
+        compared += 1
+        names = {*base, *change, *ALIASES.get(model_type, {}).values(), *change.get("rope_parameters", {})}
+        if (problem := problem_of(names, base | change, changed, tmp_path / str(number))) is not None:
+            problems[str(change)] = problem
+    assert compared > 20
+    assert not problems, "\n".join(f"{change}: {problem}" for change, problem in problems.items())
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_fields_that_are_left_out_have_the_defaults_of_transformers(model_type: str) -> None:
+    """At full size, with more heads than any default number of key-value heads."""
+    sizes = {"num_attention_heads": 64, "hidden_size": 64 * 128}
+    pattern = {"layers_block_type": ["mamba", "mlp"]} if model_type == "nemotron_h" else {}
+    config = json.loads(json.dumps(AutoConfig.for_model(model_type, **sizes, **pattern).to_dict()))
+    model = from_hf_config(config)
+    for name in config.keys() - {"model_type", "layers_block_type", *sizes}:
+        shorter = {field: value for field, value in config.items() if field != name}
+        try:
+            assert from_hf_config(shorter) == model, name
+        except ConfigError as error:
+            names = {name, ALIASES.get(model_type, {}).get(name, name)}
+            assert any(name in str(error) for name in names), f"{name}: {error}"
 
 
 def test_other_names_of_a_field_are_read_too() -> None:

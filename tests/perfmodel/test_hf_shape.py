@@ -64,6 +64,15 @@ def test_windows_and_chunks(shape):
     assert (chunked.window, chunked.window_layers) == (4096, 3)
 
 
+def test_windows_of_mixtures_that_run_here_are_those_of_the_run(shape):
+    """Without a list of layers every other one of a gpt-oss has a window, and all of a Mixtral."""
+    sizes = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "sliding_window": 128, "num_experts_per_tok": 2}
+    mixtures = {"gpt_oss": 2, "mixtral": 4}
+    for model_type, windowed in mixtures.items():
+        mixture = shape(model_type=model_type, num_local_experts=8, hidden_act="silu", **sizes)
+        assert (mixture.window, mixture.window_layers) == (128, windowed)
+
+
 def test_gpt2_falcon_and_dbrx_name_their_sizes_otherwise(tmp_path):
     def read(**fields):
         (tmp_path / "config.json").write_text(json.dumps(fields))

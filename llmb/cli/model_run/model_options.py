@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 TASKS = ("train", "serve", "offload")
 HOST_FRACTION = 0.8  # of available host memory that out-of-core training takes by default
 DEVICE_FRACTION = 0.9  # of the GPU's memory
+# Of weights that are not read: other formats, parts of a download, adapters.
+OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.pth", "*.pt", "*.gguf")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +54,7 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     config = read_hf_config(path)
     model, stored = from_hf_config(config, model_name(path)), stored_dtype(config)
     gpu = selected_gpu(options) or "cpu"
-    options.gpu_type = None if options.proxy and gpu == "cpu" else gpu
+    options.gpu_type = None if options.proxy and gpu == "cpu" else _gpu_flag(options, gpu)
     options.scale = options.scale or os.environ.get("JOB_TOTAL_GPUS") or str(_gpus_here(task))
     options.dtype = (
         options.dtype
@@ -61,13 +63,41 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     )
     if not options.scale.isdigit():
         raise ConfigError(f"--model runs at one scale, got --scale {options.scale}")
-    is_read = task == "serve" or (task == "offload" and stored != "fp8")
-    weights = str(path.resolve()) if is_read and path.is_dir() and list(path.glob("*.safetensors")) else None
+    weights = None if task == "train" else _weights(path)
+    if weights is not None and task == "offload" and stored == "fp8":
+        raise ConfigError(
+            f"{path} holds weights in fp8, which only --task serve reads; give its config.json alone for random weights"
+        )
     budgets = _budgets(gpu) if task == "offload" else {}
     recipe = model_recipe(model, task, gpu, int(options.scale), weights, budgets)
     options.workload, options.size = recipe.workload, recipe.default_size
     (request_task,) = tasks_for(run_selection(options), {recipe.workload: recipe})
     return fitted_recipe(recipe, request_task.request)
+
+
+def _gpu_flag(options: argparse.Namespace, gpu: str) -> str:
+    """Return the GPU type as --gpu-type names it: the user's own word, or that of this machine."""
+    from llmb.perfmodel.hardware import UNLISTED, is_listed
+
+    requested: str | None = options.gpu_type or os.environ.get("GPU_TYPE")
+    return requested or (gpu if is_listed(gpu) else f"{UNLISTED}{gpu}")
+
+
+def _weights(path: Path) -> str | None:
+    """Return the folder if it holds weights; none: a config.json alone, whose weights are random."""
+    from llmb.errors import ConfigError
+    from llmb.formats.weight_folder import INDEX, SINGLE_FILE
+
+    if not path.is_dir():
+        return None
+    if (path / SINGLE_FILE).is_file() or ((path / INDEX).is_file() and any(path.glob("*.safetensors"))):
+        return str(path.resolve())
+    if others := sorted(file.name for pattern in OTHER_WEIGHTS for file in path.glob(pattern)):
+        raise ConfigError(
+            f"{path} holds {others[0]}, and weights are read from {SINGLE_FILE}, or from all files of {INDEX}; complete "
+            "or convert them, or give its config.json alone for random weights"
+        )
+    return None
 
 
 def _gpus_here(task: str) -> int:

@@ -15,6 +15,7 @@ GEMMA2 = LlamaLike(
     class_name="Gemma2ForCausalLM",
     fields={"post_norms": True},
     defaults={
+        "num_key_value_heads": 4,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
@@ -29,7 +30,7 @@ GEMMA2 = LlamaLike(
     activation_field="hidden_activation",
     layers_by="layer_types",
     has_gemma_scalars=True,
-    refused={"use_bidirectional_attention": None},
+    refused={"use_bidirectional_attention": None, "sliding_window_pattern": 2},  # `transformers` reads no pattern here
     names=GEMMA_NAMES,
     norm_offset=1.0,
 )

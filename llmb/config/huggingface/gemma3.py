@@ -17,7 +17,6 @@ GEMMA3 = replace(
     | {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
         "sliding_window_pattern": 6,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,

@@ -134,6 +134,8 @@ def read_hf_config(path: Path) -> HfConfig:
     """Return the config.json of a folder, or that file."""
     file = _config_file(path)
     if not file.is_file():
+        if (file.parent / "adapter_config.json").is_file():
+            raise ConfigError(f"{file.parent} is a LoRA adapter; name the folder of its base model")
         raise ConfigError(f"cannot read {file}: no such file")
     return convert(HfConfig, read_json(file), str(file))
 

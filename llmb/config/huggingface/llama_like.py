@@ -83,10 +83,13 @@ class LlamaLike:
         rope = self._read_rope(config, "full_attention" if self.has_local_rope else "")
         pattern, window = self._read_layers(config)
         has_bias = bool(config.get("attention_bias")) and self.optional_bias
+        head_dim = config.get("head_dim") or (
+            positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads")
+        )
+        _check_rotated_channels(rope, head_dim)
         fields = from_hf(config, SIZE_FIELDS) | {
             "architecture": self.architecture,
-            "head_dim": config.get("head_dim")
-            or positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads"),
+            "head_dim": head_dim,
             "activation": read_activation(config, self.activation_field),
             "norm_eps": required(config, "rms_norm_eps"),
             "rope": rope,
@@ -146,6 +149,10 @@ class LlamaLike:
         layers, window = positive_int(config, "num_hidden_layers"), config.get("sliding_window")
         if self.layers_by == "no_rope_layers":
             check_supported(config, {"use_sliding_window": False})
+            if config.get("layer_types") and "S" in read_layer_types(config, layers):
+                raise ConfigError(
+                    "config.json: layer_types with sliding_attention is not supported; only full_attention is"
+                )
             return shortest_period(_read_no_rope_layers(config, layers)), None
         is_used = window is not None and (
             self.layers_by != "flagged_layer_types" or bool(config.get("use_sliding_window"))
@@ -195,6 +202,17 @@ def read_layer_types(config: HfConfig, layers: int) -> str:
             f"{', '.join(LAYER_TYPES)}"
         )
     return "".join(LAYER_TYPES[name] for name in names)
+
+
+def _check_rotated_channels(rope: dict[str, Any], head_dim: Any) -> None:
+    """Reject a fraction of channels with RoPE that is no whole number of pairs."""
+    factor = convert(float, rope.get("partial_rotary_factor", 1.0), "config.json.partial_rotary_factor")
+    channels = int(convert(int, head_dim, "config.json.head_dim") * factor)
+    if factor != 1.0 and (channels < 2 or channels % 2):
+        raise ConfigError(
+            f"config.json: partial_rotary_factor={factor} is not supported: it rotates {channels} of {head_dim} "
+            "channels of a head, which are no whole pairs"
+        )
 
 
 def _read_no_rope_layers(config: HfConfig, layers: int) -> str:

@@ -5,7 +5,7 @@ from llmb.config.huggingface.llama_like import LlamaLike
 MISTRAL = LlamaLike(
     architecture="mistral",
     class_name="MistralForCausalLM",
-    defaults={"sliding_window": 4096},
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     layers_by="sliding_window",
     refused={"layer_types": None},
 )

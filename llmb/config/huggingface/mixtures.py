@@ -22,10 +22,15 @@ from llmb.errors import ConfigError
 MIXTRAL = LlamaLike(
     architecture="mixtral",
     class_name="MixtralForCausalLM",
-    defaults={"rope_theta": 1_000_000.0},
+    defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
     layers_by="sliding_window",
 )
-QWEN3_MOE = LlamaLike(architecture="qwen3_moe", class_name="Qwen3MoeForCausalLM", fields={"qk_norm": "head"})
+QWEN3_MOE = LlamaLike(
+    architecture="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    fields={"qk_norm": "head"},
+    defaults={"num_key_value_heads": 4},
+)
 YARN_FIELDS = SCALED_ROPE_FIELDS | {"beta_fast": "beta_fast", "beta_slow": "beta_slow"}
 # What `transformers` takes for a gpt-oss whose config.json has no RoPE scaling: that of the published models.
 GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

@@ -6,6 +6,11 @@ QWEN2 = LlamaLike(
     architecture="qwen2",
     class_name="Qwen2ForCausalLM",
     fields={"qkv_bias": True},
-    defaults={"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+    defaults={
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     layers_by="flagged_layer_types",
 )

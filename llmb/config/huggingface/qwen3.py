@@ -6,7 +6,13 @@ QWEN3 = LlamaLike(
     architecture="qwen3",
     class_name="Qwen3ForCausalLM",
     fields={"qk_norm": "head"},
-    defaults={"head_dim": 128, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     optional_bias=True,
     layers_by="flagged_layer_types",
 )

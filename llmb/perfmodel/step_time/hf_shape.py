@@ -8,12 +8,14 @@ refused by their name. The strict reader, for networks that run here, is
 """
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.huggingface.hf_config import from_hf_config
+from llmb.config.huggingface.mixtures import MIXTURES
 from llmb.config.serialization import convert, read_json
 from llmb.config.spec import BLOCKS_BY_LETTER, MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.errors import ConfigError
@@ -51,6 +53,7 @@ NOT_MODELLED = {
     "is_encoder_decoder": "an encoder and a decoder",
 }
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert", "deberta", "deberta-v2")
+DENSE_TYPES = frozenset(dense.hf_type for dense in DENSE_MODELS.values())
 CHUNKED_INTERVAL = 4  # of Llama 4: every fourth layer attends to all tokens
 
 
@@ -73,7 +76,7 @@ def read_hf_shape(path: Path) -> ModelShape:
         raise ConfigError(f"{path} is not a JSON object, as a Hugging Face config.json is")
     config = _flattened(data)
     _check_modelled(config, path)
-    if (model := _dense_model(config)) is not None:
+    if (model := _model_here(config, DENSE_TYPES)) is not None:
         return replace(run_shape(model), checkpoint=_checkpoint(config.get("quantization_config")))
     if missing := [name for name in REQUIRED if config.get(name) is None]:
         raise ConfigError(f"{path} has no {', '.join(missing)}: not the config.json of a decoder-only language model")
@@ -106,9 +109,9 @@ def _check_modelled(config: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"{path}: model_type {config['model_type']}: an encoder is not modelled")
 
 
-def _dense_model(config: dict[str, Any]) -> Model | None:
-    """Return the model as it runs here; None: it does not, or has settings that only a run needs to know."""
-    if config.get("model_type") not in {dense.hf_type for dense in DENSE_MODELS.values()}:
+def _model_here(config: dict[str, Any], types: Collection[str]) -> Model | None:
+    """Return the model as it runs here; None: it is of another type, or has settings that only a run needs to know."""
+    if config.get("model_type") not in types:
         return None
     try:
         strict = {name: value for name, value in config.items() if name != "quantization_config"}
@@ -182,6 +185,8 @@ def _pattern(config: dict[str, Any]) -> str | None:
 
 def _window(config: dict[str, Any]) -> tuple[int | None, int]:
     """Return the tokens that a query of a windowed layer attends to, on average, and the number of such layers."""
+    if (mixture := _model_here(config, MIXTURES)) is not None:
+        return mixture.window, mixture.window_layers
     kinds = config.get("layer_types") or ()
     layers, chunk = _required(config, "num_hidden_layers"), _count(config, "attention_chunk_size")
     chunked = kinds.count("chunked_attention") if kinds else layers - layers // CHUNKED_INTERVAL
