@@ -290,7 +290,7 @@ Event = (
 )
 TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 RENAMED_TYPES = {"Whereabouts": "HangReport"}  # name in older files: current name
-_DECODER = json.JSONDecoder()
+_scan_json = json.JSONDecoder().scan_once
 
 
 def event_line(event: Event) -> str:
@@ -344,7 +344,10 @@ def _json_object(line: str | bytes) -> dict[str, Any]:
     """Return what json.loads does; that one also guesses an encoding and looks for white space, for half as long."""
     text = (line if isinstance(line, str) else str(line, "utf-8")).strip()
     data: dict[str, Any]
-    data, end = _DECODER.raw_decode(text)
+    try:
+        data, end = _scan_json(text, 0)
+    except StopIteration as error:
+        raise ValueError(text) from error
     if end != len(text):
         raise ValueError(text)
     return data

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, pairwise, repeat
 from math import fsum, hypot, isfinite, sqrt
+from operator import mul, sub
 from random import Random
 from sys import float_info
 from typing import Protocol
@@ -23,6 +24,8 @@ LATENCY_PERCENTILES = (25, 50, 75, 90, 95, 99)
 LARGEST = float_info.max
 STEADY_MIN_FRACTION = 0.1  # of the run; a shorter window is not representative
 STEADY_MIN_REQUESTS = 2  # that must finish within it
+REQUESTS_AT_ONCE = 10_000  # of which gaps are computed: a second copy of all would need as much memory
+FEW = 1000  # samples, that are looked at before all are
 MOST_SORTED = 200_000  # samples; of more, percentiles are selected
 SAMPLE = 50_000  # of them, that tells where a percentile lies
 ENERGY_TOLERANCE = 0.05  # between two measurements of the same energy
@@ -187,6 +190,9 @@ def _mean(values: Sequence[float]) -> float:
         mean = fsum(values) / len(values)
     except OverflowError:
         mean = 2 * fsum(x / 2 / len(values) for x in values)
+    some = values[:FEW]
+    if min(some) <= mean <= max(some):  # nearly always, and then it is in the range of all
+        return mean
     return min(max(mean, min(values)), max(values))
 
 
@@ -231,20 +237,25 @@ def _time_per_token(total_ms: float | None, first_ms: float | None, tokens: int)
     return (total_ms - first_ms) / (tokens - 1)
 
 
-def output_speed(tpot_ms: float) -> float | None:
-    """Return tokens/s/user after the first token: (n - 1) / (E2E - TTFT), the inverse of TPOT."""
-    return _quotient((1000.0,), (tpot_ms,))
+def output_speeds(tpot_ms: Iterable[float]) -> Sequence[float]:
+    """Return tokens/s/user after the first token: (n - 1) / (E2E - TTFT), the inverse of each TPOT."""
+    return array("d", (1000.0 / gap for gap in tpot_ms if 0 < gap <= LARGEST and 1000.0 / gap <= LARGEST))
 
 
-def user_throughput(request: TimedRequest) -> float | None:
-    """Return tokens/s/user, TTFT included: n / E2E."""
-    return _quotient((request.output_tokens, 1000.0), (e2e_ms(request),))
+def user_throughputs(requests: Iterable[TimedRequest]) -> Sequence[float]:
+    """Return tokens/s/user of requests, TTFT included: n / E2E."""
+    speeds = (_quotient((request.output_tokens, 1000.0), (e2e_ms(request),)) for request in requests)
+    return array("d", (speed for speed in speeds if speed is not None))
 
 
 def itl_ms(request: TimedRequest) -> list[float]:
     """Return the inter-token latencies (ITL): gaps between successive chunks of the stream."""
     times = _arrivals(request)
-    return [gap for a, b in pairwise(times) if 0 <= (gap := (b - a) * 1000.0) <= LARGEST]
+    return [gap for a, b in pairwise(times) if _is_gap(gap := (b - a) * 1000.0)]
+
+
+def _is_gap(milliseconds: float) -> bool:
+    return 0 <= milliseconds <= LARGEST
 
 
 def _arrivals(request: TimedRequest) -> Sequence[float]:
@@ -271,10 +282,16 @@ def request_latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, Sequence
 
 
 def pooled_itl_ms(requests: Sequence[TimedRequest]) -> Sequence[float]:
-    """Return the gaps of all requests."""
+    """Return the gaps of all requests, as `itl_ms` has them."""
     gaps = array("d")
-    for request in requests:
-        gaps.extend(itl_ms(request))
+    for first in range(0, len(requests), REQUESTS_AT_ONCE):
+        seconds = array("d")
+        for request in requests[first : first + REQUESTS_AT_ONCE]:
+            times = _arrivals(request)
+            seconds.extend(map(sub, times[1:], times))
+        some = array("d", map(mul, seconds, repeat(1000.0)))
+        is_plain = isfinite(sum(some)) and min(some, default=0.0) >= 0  # nearly always
+        gaps.extend(some if is_plain else array("d", filter(_is_gap, some)))
     return gaps
 
 

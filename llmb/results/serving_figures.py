@@ -4,7 +4,6 @@ Requests of all ranks count alike: each rank records its own, on one clock. Warm
 Without streaming a response arrives whole, so figures that need its first token are null.
 """
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
@@ -130,14 +129,10 @@ def _rates(completed: list[RequestDone], gpus: int | None) -> dict:
 def _latencies(completed: list[RequestDone], latencies: dict[str, Sequence[float]]) -> dict:
     fields: dict = {name: metrics.latency_summary(samples) for name, samples in latencies.items()}
     fields["itl_ms"] = metrics.latency_summary(metrics.pooled_itl_ms(completed))
-    speed = metrics.latency_summary(_known_values(map(metrics.output_speed, latencies["tpot_ms"])))
+    speed = metrics.latency_summary(metrics.output_speeds(latencies["tpot_ms"]))
     fields |= {"output_speed_tokens_per_s": speed and speed["mean"], "output_speed_summary_tokens_per_s": speed}
-    user = metrics.latency_summary(_known_values(map(metrics.user_throughput, completed)))
+    user = metrics.latency_summary(metrics.user_throughputs(completed))
     return fields | {"output_tokens_per_s_per_user": user and user["mean"]}
-
-
-def _known_values(values: Iterable[float | None]) -> Sequence[float]:
-    return array("d", (value for value in values if value is not None))
 
 
 def _wrong_length(completed: list[RequestDone]) -> list[RequestDone]:

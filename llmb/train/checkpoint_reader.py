@@ -11,7 +11,7 @@ other ranks check are read as torch does, only what is needed of them.
 
 import os
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BufferedReader, RawIOBase
 from itertools import groupby
 from pathlib import Path
@@ -28,6 +28,7 @@ from llmb.runtime.checksums.file_checksum import Bytes
 from llmb.runtime.checksums.file_stream import FileStream
 
 LARGE_BYTES = 1 << 16  # smaller tensors are read with their header
+READ_BYTES = 1 << 26  # of tensors that are read together: some need as much memory until they are converted
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -58,17 +59,48 @@ class CheckpointReader(dcp.FileSystemReader):
         def offset(item: ReadItem) -> int:
             return int(self.storage_data[item.storage_index].offset)
 
+        loads: list[_TensorLoad] = []
         for _, group in groupby(sorted(items, key=offset), key=offset):
             parts = [(item, planner.resolve_tensor(item).detach()) for item in group]
-            saved = _SavedTensor(headers, self.storage_data[parts[0][0].storage_index])
-            if len(parts) == 1 and saved.offset is not None and saved.is_laid_out_as(parts[0][1]):
-                stream.copy_to(saved.offset, _bytes(parts[0][1]))
-            else:
-                saved.read_values(stream)
-                for item, target in parts:
-                    target.copy_(_part(saved.tensor, item, target))
-            for item, target in parts:
-                planner.commit_tensor(item, target)
+            load = _TensorLoad(_SavedTensor(headers, self.storage_data[parts[0][0].storage_index]), parts)
+            load.begin(stream)
+            loads.append(load)
+            if sum(load.saved.values_bytes for load in loads) >= READ_BYTES:
+                _finish(loads, stream, planner)
+        _finish(loads, stream, planner)
+
+
+@dataclass(frozen=True)
+class _TensorLoad:
+    """A saved tensor, and the items that want it or a part of it."""
+
+    saved: "_SavedTensor"
+    parts: list[tuple[ReadItem, Tensor]]
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether its bytes go straight to where they are needed."""
+        return len(self.parts) == 1 and self.saved.offset is not None and self.saved.is_laid_out_as(self.parts[0][1])
+
+    def begin(self, stream: FileStream) -> None:
+        """Say where the stream should copy its values."""
+        if self.saved.offset is not None:
+            stream.copy_to(self.saved.offset, _bytes(self.parts[0][1]) if self.is_direct else self.saved.storage())
+
+    def finish(self, planner: LoadPlanner) -> None:
+        """Pass on its values, which were read."""
+        for item, target in self.parts:
+            if not self.is_direct:
+                target.copy_(_part(self.saved.tensor, item, target))
+            planner.commit_tensor(item, target)
+
+
+def _finish(loads: list[_TensorLoad], stream: FileStream, planner: LoadPlanner) -> None:
+    """Read the values of tensors and pass them on."""
+    stream.read()
+    for load in loads:
+        load.finish(planner)
+    loads.clear()
 
 
 class _SavedTensor:
@@ -78,14 +110,13 @@ class _SavedTensor:
         header = _Header(file, item.offset, item.length)
         self.tensor: Tensor = torch.load(cast(BinaryIO, header), map_location="cpu", weights_only=True)
         self.offset = None if header.values is None else item.offset + header.values
+        self.values_bytes = header.values_bytes
         if header.values_bytes not in (0, self.tensor.untyped_storage().nbytes()):
             raise OSError(f"the tensor at {item.offset} of {file.name} is not as torch.save writes it")
 
-    def read_values(self, stream: FileStream) -> None:
-        """Read the values that were left out."""
-        if self.offset is not None:
-            storage = torch.empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage())
-            stream.copy_to(self.offset, _bytes(storage))
+    def storage(self) -> Bytes:
+        """Return the memory of the values that were left out."""
+        return _bytes(torch.empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage()))
 
     def is_laid_out_as(self, target: Tensor) -> bool:
         """Return whether the file has the bytes of a target as they lie in memory."""

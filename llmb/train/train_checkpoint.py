@@ -32,6 +32,7 @@ from llmb.runtime.faults.fault_injector import FaultInjector
 from llmb.runtime.token_data import TokenFile
 from llmb.train.checkpoint_identity import FORMAT, course, identity
 from llmb.train.checkpoint_reader import CheckpointReader
+from llmb.train.checkpoint_writer import CheckpointWriter
 from llmb.train.chunked_tensor import (
     ChunkedTensor,
     bucket_tensors,
@@ -169,7 +170,7 @@ class Checkpointer:
                 checkpoint_folder.create_partial(final)
             if self._group is not None:
                 dist.barrier(self._group)  # else rank 0 could delete, as left by a killed run, what another one created
-            writer = dcp.FileSystemWriter(checkpoint_folder.partial_path(final))
+            writer = CheckpointWriter(checkpoint_folder.partial_path(final))
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
             files = self._checksums(step, checkpoint_folder.partial_path(final))
             if is_rank0:

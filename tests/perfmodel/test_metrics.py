@@ -226,7 +226,7 @@ def test_latencies_of_one_request() -> None:
     assert metrics.ttft_ms(STREAMED) == 500
     assert metrics.e2e_ms(STREAMED) == 1500
     assert metrics.tpot_ms(STREAMED) == pytest.approx(1000 / 3)
-    assert metrics.output_speed(metrics.tpot_ms(STREAMED)) == pytest.approx(3)
+    assert metrics.output_speeds([metrics.tpot_ms(STREAMED)]) == pytest.approx([3])
     assert metrics.itl_ms(STREAMED) == pytest.approx([200, 300, 500])
 
 
@@ -238,7 +238,7 @@ def test_inter_token_gaps_count_the_first_token_once() -> None:
 def test_unknown_latencies_are_none() -> None:
     one_token = request(0.0, 0.5, (0.5,), 0.5, 1)
     assert metrics.tpot_ms(one_token) is None
-    assert metrics.output_speed(0.0) is None
+    assert not metrics.output_speeds([0.0, -1.0, float("inf"), 1e-310])
     assert metrics.itl_ms(one_token) == []
     not_streamed = request(0.0, None, (), 2.0, 10)
     assert metrics.ttft_ms(not_streamed) is None
@@ -258,6 +258,12 @@ def test_pooled_latencies() -> None:
     assert metrics.pooled_itl_ms(requests) == pytest.approx([200, 300, 500, 100])
 
 
+@pytest.mark.parametrize("odd", [(0.3, 0.2, 0.4), (0.3, math.nan, 0.4), (0.3, math.inf), (0.1, 1e306), (), (0.3,)])
+def test_pooled_gaps_are_those_of_each_request(odd: tuple[float, ...]) -> None:
+    requests = [STREAMED, request(0.0, 0.1, odd, 0.4, 3), STREAMED]
+    assert list(metrics.pooled_itl_ms(requests)) == [gap for each in requests for gap in metrics.itl_ms(each)]
+
+
 def test_throughput_over_the_whole_run() -> None:
     assert metrics.throughput([STREAMED, request(0.5, 0.6, (), 4.5, 16)]) == metrics.Throughput(
         duration_s=4.0, request_throughput=0.5, output_tokens_per_s=5.0, total_tokens_per_s=55.0,
@@ -266,9 +272,9 @@ def test_throughput_over_the_whole_run() -> None:
 
 
 def test_user_throughput_includes_the_first_token() -> None:
-    assert metrics.user_throughput(STREAMED) == pytest.approx(4 / 1.5)
-    assert metrics.user_throughput(request(1.0, 1.0, (), 1.0, 1)) is None
-    assert metrics.user_throughput(request(0.0, None, (), 2.0, 0)) is None
+    assert metrics.user_throughputs([STREAMED]) == pytest.approx([4 / 1.5])
+    assert not metrics.user_throughputs([request(1.0, 1.0, (), 1.0, 1)])
+    assert not metrics.user_throughputs([request(0.0, None, (), 2.0, 0)])
 
 
 def test_request_rate() -> None:

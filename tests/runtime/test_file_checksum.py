@@ -3,8 +3,6 @@
 import os
 import random
 from pathlib import Path
-from threading import Event, current_thread, main_thread
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +10,10 @@ import pytest
 from llmb.config.spec import Training
 from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial, resume_point
+from llmb.runtime.checksums import file_stream
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums, find_damage
-from llmb.runtime.checksums.file_checksum import ALGORITHM, BLOCK_BYTES, InterleavedSums, file_checksum
-from llmb.runtime.checksums.file_stream import AHEAD, FileStream
+from llmb.runtime.checksums.file_checksum import ALGORITHM, BLOCK_BYTES, InterleavedSums
+from llmb.runtime.checksums.file_stream import file_checksum
 
 BUFFER_BYTES = InterleavedSums.buffer_bytes
 SECTOR_BYTES = 512
@@ -96,28 +95,19 @@ def test_checksum_does_not_depend_on_how_a_file_is_read(tmp_path: Path, content:
     assert file_checksum(path, ALGORITHM) == (len(content), whole)
 
 
-def test_the_thread_that_would_wait_sums_a_block(tmp_path: Path, monkeypatch) -> None:
-    path = tmp_path / "file"
-    whole = random.Random(4).randbytes(AHEAD * BUFFER_BYTES + 5)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_checksum_does_not_depend_on_threads(tmp_path: Path, monkeypatch, threads: int) -> None:
+    path, whole = tmp_path / "file", random.Random(4).randbytes(2 * BLOCK_BYTES * 3 + 5)
     path.write_bytes(whole)
-    threads, is_ahead, sums = [], Event(), InterleavedSums.sums
-
-    def recorded(checksum: InterleavedSums, *block: Any) -> Any:
-        threads.append(current_thread() is main_thread())
-        if len(threads) == AHEAD - 1:
-            is_ahead.set()
-        return sums(checksum, *block)
-
-    monkeypatch.setattr(InterleavedSums, "sums", recorded)
-    with FileStream(path, ALGORITHM) as stream:
-        assert is_ahead.wait(60)
-        assert threads == [False] * (AHEAD - 1), "all but the first, which is awaited, are summed by their reader"
-        first = np.empty(4, dtype=np.uint8)
-        stream.copy_to(0, first)
-        assert threads.count(True) == 1
-        checksum = stream.checksum()
-    monkeypatch.undo()
-    assert (first.tobytes(), checksum) == (whole[:4], file_checksum(path, ALGORITHM))
+    monkeypatch.setattr(InterleavedSums, "buffer_bytes", BLOCK_BYTES)
+    monkeypatch.setattr(file_stream, "BLOCKS_AT_ONCE", 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(threads))
+    sums = InterleavedSums()
+    for start in range(0, len(whole), BLOCK_BYTES):
+        block = whole[start : start + BLOCK_BYTES]
+        buffer = np.frombuffer(block.ljust(BLOCK_BYTES, b"\1"), dtype=np.uint8).copy()
+        sums.add(sums.sums(buffer, len(block)))
+    assert file_checksum(path, ALGORITHM) == sums.result()
 
 
 @pytest.mark.parametrize(("algorithm", "digest"), [("crc32", 0xBD0C92D4), ("word_sums", 0x9243AD03C105F195)])

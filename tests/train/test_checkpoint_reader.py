@@ -12,13 +12,14 @@ from torch import Tensor
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums
 from llmb.runtime.checksums.file_checksum import InterleavedSums
-from llmb.runtime.checksums.file_stream import AHEAD, FileStream
+from llmb.runtime.checksums.file_stream import FileStream
 from llmb.train.checkpoint_reader import CheckpointReader
+from llmb.train.checkpoint_writer import CheckpointWriter
 from llmb.train.chunked_tensor import ChunkedTensor
 
 BUFFER_BYTES = InterleavedSums.buffer_bytes
 SAVED = {
-    "whole": torch.arange(BUFFER_BYTES // 4 * (AHEAD + 2), dtype=torch.float32).reshape(64, -1),
+    "whole": torch.arange(BUFFER_BYTES // 4 * 6, dtype=torch.float32).reshape(64, -1),
     "scalar": torch.tensor(7.0),
     "small": torch.arange(9.0),
     "bf16": torch.arange(40_000, dtype=torch.float32).bfloat16().reshape(200, 200),
@@ -35,7 +36,7 @@ CHUNKS = ((300, 0), (100, 0))  # what another layout has of it
 def checkpoint(tmp_path: Path) -> Path:
     final = checkpoint_path(tmp_path, 2)
     partial = create_partial(final)
-    dcp.save(dict(SAVED), storage_writer=dcp.FileSystemWriter(partial))
+    dcp.save(dict(SAVED), storage_writer=CheckpointWriter(partial))
     commit(final, {}, 1, checksums(partial.iterdir()))
     return final
 
@@ -111,12 +112,16 @@ def test_files_are_divided_by_rank(tmp_path: Path) -> None:
 
 
 def test_stream_goes_forward_only(tmp_path: Path) -> None:
-    path, content = tmp_path / "file", random.Random(1).randbytes(2 * BUFFER_BYTES + 7)
+    path, content = tmp_path / "file", random.Random(1).randbytes(2 * BUFFER_BYTES + 107)
     path.write_bytes(content)
-    memory = torch.zeros(100, dtype=torch.uint8).numpy()
+    memory, following = torch.zeros(2, 100, dtype=torch.uint8).numpy()
     with FileStream(path, "interleaved_sums") as stream:
         stream.copy_to(BUFFER_BYTES - 50, memory)
+        stream.read()
         assert memory.tobytes() == content[BUFFER_BYTES - 50 : BUFFER_BYTES + 50]
+        stream.copy_to(2 * BUFFER_BYTES - 50, following)
+        stream.read()
+        assert following.tobytes() == content[2 * BUFFER_BYTES - 50 : 2 * BUFFER_BYTES + 50]
         with pytest.raises(ValueError, match="bytes at 0 were read before"):
             stream.copy_to(0, memory)
         with pytest.raises(OSError, match="ends at byte"):

@@ -232,7 +232,7 @@ def test_failed_resume_is_one_line(trained, tmp_path) -> None:
     for written in latest_checkpoint(first.folder).glob("*.distcp"):
         written.write_bytes(written.read_bytes()[:100])
     refusal = trained(steps=4, resume=str(first.folder)).refusal()
-    assert "is damaged: __0_0.distcp has 100 bytes," in refusal
+    assert "is damaged: __0_0_0.distcp has 100 bytes," in refusal
     assert "\n" not in refusal
 
 

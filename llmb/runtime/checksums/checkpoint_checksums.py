@@ -10,6 +10,7 @@
 file, or none.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,8 +19,8 @@ from typing import Any
 
 from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import IDENTITY, FileChecksums, checkpoint_step, complete_checkpoints, read_identity
-from llmb.runtime.checksums.file_checksum import ALGORITHM, ALGORITHMS, FileChecksum, file_checksum
-from llmb.runtime.checksums.file_stream import FileStream
+from llmb.runtime.checksums.file_checksum import ALGORITHM, ALGORITHMS, FileChecksum
+from llmb.runtime.checksums.file_stream import FileStream, file_checksum
 
 
 def checksums(paths: Iterable[Path]) -> FileChecksums:
@@ -58,8 +59,9 @@ class CheckpointCheck:
         special = next((name for name in sorted(recorded) if _is_special(checkpoint / name)), None)
         if special is not None:  # opening a FIFO would wait for ever
             raise damaged_error(checkpoint, f"{special} is not a regular file")
-        names = sorted(recorded, key=_rank_order)[part::parts]
-        self._unchecked: dict[str, Any] = {name: recorded[name] for name in names}  # what is recorded of each
+        self._unchecked: dict[str, Any] = {  # what is recorded of each
+            name: recorded[name] for name in sorted(recorded) if _rank(name) % parts == part
+        }
         self._others: Future[None] | None = None
 
     def is_streamable(self, name: str) -> bool:
@@ -125,9 +127,10 @@ def _algorithm(recorded: Any) -> str | None:
     return next((name for name in ALGORITHMS if name in recorded), None)
 
 
-def _rank_order(name: str) -> tuple[bool, int, str]:
-    """Sort `__2_0.distcp` before `__10_0.distcp` and `.metadata` last: each rank checks the file that it loads."""
-    return name.startswith("."), len(name), name
+def _rank(name: str) -> int:
+    """Return the rank that wrote a file, `__2_0.distcp`: in the same layout it loads it, so it checks it."""
+    match = re.match(r"__([0-9]{1,9})_", name)
+    return int(match[1]) if match else 0
 
 
 def _is_special(path: Path) -> bool:

@@ -1,6 +1,8 @@
 """Checksum of a file: 2,053 interleaved sums of its 64-bit words, where word i of a block adds to sum i mod 2,053.
 
-    file_checksum(path, "interleaved_sums") -> FileChecksum(bytes=1_496_000_128, digest=0x91c5...)
+    sums = InterleavedSums()
+    sums.add(sums.sums(buffer, count))      # block after block
+    sums.result() -> FileChecksum(bytes=1_496_000_128, digest=0x91c5...)
 
 A change within 16 KiB touches each sum at most once, so it always changes one. A block is 2,053 sectors of 512 bytes:
 that is a prime, so of any two sectors that change places the words change sums. All sums are multiplied from block to
@@ -13,8 +15,6 @@ times as fast as CRC-32, twice as fast as sums by row and by column (`bench/chec
 
 import zlib
 from hashlib import blake2b
-from io import FileIO
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -110,10 +110,10 @@ class Crc32:
     def __init__(self) -> None:
         self._crc = self._size = 0
 
-    def sums(self, buffer: Bytes, count: int) -> memoryview:
-        return buffer.data[:count]  # which cannot be summed apart from what lies before
+    def sums(self, buffer: Bytes, count: int) -> bytes:
+        return buffer[:count].tobytes()  # which cannot be summed apart from what lies before
 
-    def add(self, sums: memoryview) -> None:
+    def add(self, sums: bytes) -> None:
         self._crc, self._size = zlib.crc32(sums, self._crc), self._size + len(sums)
 
     def result(self) -> FileChecksum:
@@ -124,25 +124,6 @@ ALGORITHM = "interleaved_sums"  # of the checkpoints that are written
 ALGORITHMS: dict[str, type[Checksum]] = {  # by their name in checkpoint.json
     ALGORITHM: InterleavedSums, "word_sums": WordSums, "crc32": Crc32,
 }  # fmt: skip
-
-
-def file_checksum(path: Path, algorithm: str) -> FileChecksum:
-    """Read a file and return its checksum."""
-    checksum = ALGORITHMS[algorithm]()
-    buffer = np.empty(checksum.buffer_bytes, dtype=np.uint8)  # reused: fresh memory costs more than the sums
-    with FileIO(path) as file:
-        while count := fill(file, buffer):
-            checksum.add(checksum.sums(buffer, count))
-    return checksum.result()
-
-
-def fill(file: FileIO, buffer: Bytes) -> int:
-    """Read until the buffer is full or the file ends; return the bytes read."""
-    filled = 0
-    view = buffer.data
-    while filled < len(view) and (count := file.readinto(view[filled:])):
-        filled += count
-    return filled
 
 
 def _words(buffer: Bytes, count: int, unit: int) -> Words:

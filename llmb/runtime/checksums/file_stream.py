@@ -2,86 +2,116 @@
 
     with FileStream(path, "interleaved_sums") as stream:
         stream.copy_to(offset, memory)      # offsets ascend; what lies between is read too
+        stream.read()                       # now the bytes are there
         stream.checksum()                   # reads the rest
 
-A thread reads ahead, so the disk and the copies overlap. It also sums a block, which is still in its cache, if another
-waits to be copied; else the copying thread, which would wait, does: two cores share reads, sums and copies evenly.
+Threads share the blocks. Each reads one, sums it and copies it while it is in the cache of its core, and none of the
+three holds the interpreter.
 """
 
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from io import FileIO
+import os
+from bisect import bisect_left, bisect_right
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from llmb.runtime.checksums.file_checksum import ALGORITHMS, Bytes, FileChecksum, fill
+from llmb.runtime.checksums.file_checksum import ALGORITHMS, Bytes, FileChecksum
 
-AHEAD = 4  # blocks being read or waiting, beside the one that is copied from: they stay in a shared cache
+THREADS = 4  # more do not read faster, and other ranks have theirs
+BLOCKS_AT_ONCE = 64  # whose sums are added together, in the order of the file
 
 
 class FileStream:
-    """Reader of a whole file in order, which two threads share."""
+    """Reader of a whole file in order, block by block, in several threads."""
 
     def __init__(self, path: Path, algorithm: str):
-        self._path, self._file, self._checksum = path, FileIO(path), ALGORITHMS[algorithm]()
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
-        self._waiting: deque[tuple[Bytes, Future[tuple[int, Any]]]] = deque()
-        self._taken = 0  # blocks, which are numbered from 0
-        self._block, self._start, self._end = self._new_buffer(), 0, 0  # bytes of the file in it
-        for _ in range(AHEAD):
-            self._read_ahead(self._new_buffer())
+        self._path, self._checksum = path, ALGORITHMS[algorithm]()
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size, self._block_bytes = os.fstat(self._descriptor).st_size, self._checksum.buffer_bytes
+        threads = min(THREADS, len(os.sched_getaffinity(0)))
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="checksums")
+        self._buffers = [np.empty(self._block_bytes, dtype=np.uint8) for _ in range(threads)]
+        self._starts: list[int] = []  # of copies that `read` is to make
+        self._targets: list[Bytes] = []
+        self._blocks = 0  # that were read
+        self._last = self._buffers[0][:0]  # bytes of the last of them: what follows may need its end
 
     def copy_to(self, offset: int, memory: Bytes) -> None:
-        """Copy bytes from an offset of the file; raise OSError if it ends before them or cannot be read."""
-        if offset < self._start:
-            raise ValueError(f"{self._path}: bytes at {offset} were read before those at {self._start}")
-        copied = 0
-        while copied < len(memory):
-            while offset >= self._end:
-                if not self._next_block():
-                    raise OSError(f"{self._path} ends at byte {self._end:,}")
-            begin = offset - self._start
-            count = min(self._end - offset, len(memory) - copied)
-            memory[copied : copied + count] = self._block[begin : begin + count]
-            copied, offset = copied + count, offset + count
+        """Let `read` copy bytes from an offset of the file, which is not below that of an earlier copy."""
+        last = max(0, self._blocks - 1) * self._block_bytes
+        if offset < (self._starts[-1] if self._starts else last):
+            raise ValueError(f"{self._path}: bytes at {offset} were read before those that follow them")
+        if offset + len(memory) > self._size:
+            raise OSError(f"{self._path} ends at byte {self._size:,}")
+        ready = self._last[offset - last :][: len(memory)]
+        memory[: len(ready)] = ready
+        if len(memory) > len(ready):
+            self._starts.append(offset + len(ready))
+            self._targets.append(memory[len(ready) :])
+
+    def read(self) -> None:
+        """Read as far as copies need it."""
+        if self._starts:
+            self._read_blocks(self._starts[-1] + len(self._targets[-1]))
+            self._starts, self._targets = [], []
 
     def checksum(self) -> FileChecksum:
         """Read to the end of the file, and return the checksum of all that was read."""
-        while self._next_block():
-            pass
+        self._read_blocks(self._size)
         return self._checksum.result()
 
-    def _next_block(self) -> bool:
-        """Go on to the next block, and return whether there is one."""
-        block, reading = self._waiting[0]
-        count, sums = reading.result()
-        if not count:
-            return False
-        self._waiting.popleft()
-        self._taken += 1
-        self._read_ahead(self._block)
-        self._checksum.add(self._checksum.sums(block, count) if sums is None else sums)
-        self._block, self._start, self._end = block, self._end, self._end + count
-        return True
+    def _read_blocks(self, end: int) -> None:
+        """Read the blocks that begin before an offset."""
+        stop, threads = -(-end // self._block_bytes), len(self._buffers)
+        while self._blocks < stop:
+            numbers = range(self._blocks, min(stop, self._blocks + BLOCKS_AT_ONCE))
+            work = [
+                self._workers.submit(self._read, numbers[n::threads], buffer) for n, buffer in enumerate(self._buffers)
+            ]
+            counts_and_sums = [worker.result() for worker in work]
+            for n in range(len(numbers)):
+                self._last, sums = counts_and_sums[n % threads][n // threads]
+                self._checksum.add(sums)
+            self._blocks = numbers.stop
 
-    def _new_buffer(self) -> Bytes:
-        return np.empty(self._checksum.buffer_bytes, dtype=np.uint8)
+    def _read(self, numbers: range, buffer: Bytes) -> list[tuple[Bytes, Any]]:
+        """Read, sum and copy blocks through a buffer; return the part of it that each filled, and its sums."""
+        blocks = []
+        for number in numbers:
+            start = number * self._block_bytes
+            block = buffer[: self._fill(buffer, start)]
+            blocks.append((block, self._checksum.sums(buffer, len(block))))
+            self._copy(start, block)
+        return blocks
 
-    def _read_ahead(self, buffer: Bytes) -> None:
-        number = self._taken + len(self._waiting)
-        self._waiting.append((buffer, self._reader.submit(self._read_block, number, buffer)))
+    def _fill(self, buffer: Bytes, offset: int) -> int:
+        """Read from an offset until the buffer is full or the file ends; return the bytes read."""
+        filled, view = 0, buffer.data
+        while filled < len(view) and (count := os.preadv(self._descriptor, [view[filled:]], offset + filled)):
+            filled += count
+        return filled
 
-    def _read_block(self, number: int, buffer: Bytes) -> tuple[int, Any]:
-        """Return the bytes read, and their sums unless the copying thread has nothing else to do."""
-        count = fill(self._file, buffer)
-        return count, None if number == self._taken else self._checksum.sums(buffer, count)
+    def _copy(self, start: int, block: Bytes) -> None:
+        """Copy what is needed of a block."""
+        end = start + len(block)
+        for index in range(max(bisect_right(self._starts, start) - 1, 0), bisect_left(self._starts, end)):
+            offset, target = self._starts[index], self._targets[index]
+            first, last = max(offset, start), min(offset + len(target), end)
+            if first < last:
+                target[first - offset : last - offset] = block[first - start : last - start]
 
     def __enter__(self) -> "FileStream":
         return self
 
     def __exit__(self, _type: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        self._reader.shutdown(cancel_futures=True)
-        self._file.close()
+        self._workers.shutdown(cancel_futures=True)
+        os.close(self._descriptor)
+
+
+def file_checksum(path: Path, algorithm: str) -> FileChecksum:
+    """Read a file and return its checksum."""
+    with FileStream(path, algorithm) as stream:
+        return stream.checksum()
