@@ -79,9 +79,10 @@ def test_numbers_are_written_so_that_yaml_reads_numbers():
 
 
 def test_the_native_engine_is_predicted_within_five_percent():
-    c, rows = calibrated_serving(), native_serving.native_rows()
+    """Not those of kernels that have been replaced since: tests/bench/test_native_accuracy.py."""
+    c, rows = calibrated_serving(), [row for row in native_serving.native_rows() if not row.kernels]
     errors = {row.title: native_serving.predicted(row, c)[0] / row.measured_s - 1 for row in rows}
-    assert len(rows) == 26
+    assert len(rows) == 36
     assert not {title: f"{100 * error:+.1f} %" for title, error in errors.items() if abs(error) > 0.05}
 
 

@@ -8,11 +8,15 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import OneRankRequest, RunRequest
 from llmb.config.spec import Machine, RunConfig
 from llmb.perfmodel.communication import step_traffic
+from llmb.perfmodel.explain.run_prediction import predict_run
 from llmb.perfmodel.hardware import GB
 from llmb.perfmodel.pipeline_schedule import bubble
 from llmb.perfmodel.shards import rank_flops
-from llmb.perfmodel.step_time.one_rank_time import one_rank_time
+from llmb.perfmodel.step_time.cluster_fabric import device
+from llmb.perfmodel.step_time.fitted_constants import native_constants
+from llmb.perfmodel.step_time.one_rank_time import one_rank_time, rank_setup
 from llmb.perfmodel.step_time.step_constants import calibrated
+from llmb.perfmodel.step_time.step_setup import setup_of
 
 HERE = Machine(gpu="h200", gpus=1, gpus_per_node=1)
 
@@ -32,6 +36,26 @@ def test_tp_takes_its_bytes_over_nvlink_and_is_not_hidden(llama):
     sent = sum(t.bytes for t in step_traffic(llama, 7) if t.dimension == "tp") * 3 / 4  # a ring of four
     modelled = one_rank_time(llama, 10.0)
     assert modelled.communication_s["tp"] == pytest.approx(sent / (450 * GB * calibrated()["link"]))
+
+
+def test_a_rank_has_the_layers_of_its_stage_and_the_head_on_the_last(recipes):
+    first, last = (predict_run(_config(recipes, "pretrain_llama3.1", "70b", 64, rank=rank)) for rank in (0, 56))
+    tokens, head = 64 * 8192, 8192 * 128256 / 4  # of a step; weights of a rank of tp 4
+    flops = 6 * tokens * head / (989e12 * native_constants("rates")["gemm_bf16"])
+    assert last.terms["gemm"] - first.terms["gemm"] == pytest.approx(flops, rel=0.05)
+    assert last.terms["attention"] == pytest.approx(first.terms["attention"])
+    uneven = _config(recipes, "pretrain_llama3.1", "405b", 1024)  # 126 layers of which six stages of eight have 16
+    assert rank_setup(uneven, setup_of(uneven)).layer_count == 16
+
+
+def test_copies_stand_for_collectives_in_the_prediction_of_a_rank(llama):
+    copied = sum(2 * t.bytes for t in step_traffic(llama, 7) if t.kind != "receive")
+    on = device("h200")
+    seconds = copied / (on.memory_bandwidth * native_constants("rates")["memory"])
+    predicted = predict_run(llama)
+    assert predicted.terms["copies"] == pytest.approx(seconds)
+    assert not predicted.terms.keys() & {"tp", "pp", "dp", "bubble"}
+    assert predicted.value == pytest.approx(10.2, rel=0.05)  # seconds, measured on an H200 (bench/RESULTS.md)
 
 
 def test_kinds_are_those_of_the_layout(recipes, llama):

@@ -26,7 +26,7 @@ KINDS = {
     "attention": ("attention",),
     "memory-bound work": ("memory_bound", "quantization", "scan"),
     "optimizer": ("optimizer",),
-    "communication": ("tp", "cp", "ep", "pp", "dp", "fsdp", "offload"),
+    "communication": ("tp", "cp", "ep", "pp", "dp", "fsdp", "offload", "copies"),
     "idle": ("bubble", "launch", "host", "overhead", "jitter"),
     "engine": ("engine",),
 }

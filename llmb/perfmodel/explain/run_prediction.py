@@ -19,6 +19,7 @@ from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving, predict_speculation
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.measured_device import measured_device
+from llmb.perfmodel.step_time.one_rank_time import copy_seconds, rank_setup
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
 
@@ -58,12 +59,16 @@ def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Pre
     try:
         setup = setup_of(config, rates=rates)
         setup, on = _device_of(setup, config.launch_machine.gpu, rates)
+        if config.one_rank is not None:
+            setup = rank_setup(config, setup)
         prediction = predict(setup, on, memory_gib=memory_gib)
     except ConfigError as error:  # a layout or a network that the predictor does not describe
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=str(error))
     # A rank that runs alone, perhaps on another GPU than its layout is for, neither communicates nor waits for peers.
     absent = BETWEEN_RANKS if config.one_rank is not None else ()
     terms = {name: seconds for name, seconds in prediction.terms.items() if seconds and name not in absent}
+    if config.one_rank is not None:
+        terms["copies"] = copy_seconds(config, on)
     value = sum(terms.values())
     low, high = (value / prediction.step_time_s * bound for bound in prediction.interval_80)
     return Predicted(

@@ -11,16 +11,18 @@ pipeline fills and drains, and for a stage with more work than this one.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import LlmbError
 from llmb.perfmodel.communication import ALL_REDUCE, ALL_TO_ALL, CollectiveTraffic, step_traffic
 from llmb.perfmodel.shards import rank_flops
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.collective_time import Transfer, ring_transfer, sends_outside
-from llmb.perfmodel.step_time.fitted_constants import Constants
+from llmb.perfmodel.step_time.fitted_constants import Constants, native_constants
 from llmb.perfmodel.step_time.step_constants import calibrated
+from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import transfer_time
 
 # Mesh dimension of a collective -> kind under which its time is added.
@@ -37,6 +39,27 @@ class OneRankTime:
     @property
     def total_s(self) -> float | None:
         return None if self.communication_s is None else sum(self.communication_s.values()) + self.bubble_s
+
+
+def rank_setup(config: RunConfig, setup: StepSetup) -> StepSetup:
+    """Return the rank of a layout as a run of its own: the layers of its pipeline stages, the LM head on the last."""
+    split, rank, shape = setup.parallel, config.pipeline_rank or 0, setup.shape
+    if split.pp == 1:
+        return setup
+    stages = stage_layers(setup.layer_count, split.pp, split.vp)[rank :: split.pp]
+    if rank < split.pp - 1:
+        shape = replace(shape, model=replace(shape.model, vocab=1))
+    return replace(
+        setup, shape=shape, gpus=setup.gpus // split.pp, parallel=replace(split, pp=1, vp=None),
+        layers=sum(len(layers) for layers in stages),
+    )  # fmt: skip
+
+
+def copy_seconds(config: RunConfig, on: Device) -> float:
+    """Return the seconds of a step in which copies inside the GPU stand for collectives: bytes read and written."""
+    traffic = step_traffic(config, config.pipeline_rank or 0)
+    copied = sum(2 * collective.bytes for collective in traffic if collective.kind != "receive")
+    return copied / (on.memory_bandwidth * native_constants("rates")["memory"])
 
 
 def one_rank_time(config: RunConfig, measured_s: float) -> OneRankTime:

@@ -24,7 +24,7 @@ TERMS = {
     "attention": ("attention",),
     "memory-bound work": ("memory_bound", "quantization", "scan"),
     "recompute": ("recompute",),
-    "communication": ("tp", "cp", "ep", "pp", "dp", "fsdp"),
+    "communication": ("tp", "cp", "ep", "pp", "dp", "fsdp", "offload", "copies"),
     "bubble": ("bubble",),
     "optimizer": ("optimizer",),
     "idle": ("launch", "host", "overhead", "jitter", "engine"),
