@@ -94,7 +94,16 @@ def deleted_config(run):
     run.config.unlink()
 
 
+def huge_scale(run):
+    run.config.write_text(run.config.read_text().replace('"gpus": 1', f'"gpus": {10**30}'))
+
+
+def half_a_surrogate_pair(run):
+    run.config.write_text(run.config.read_text().replace('"name": "', '"name": "\\ud800', 1))
+
+
 DAMAGES = [
+    *(huge_scale, half_a_surrogate_pair),
     *(fifo_events, folder_as_events, listed_config, nested_config, wrong_result, wrong_origin),
     *(fifo_config, lost_config, deleted_config),
 ]

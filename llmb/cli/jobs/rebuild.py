@@ -24,7 +24,7 @@ from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.slurm_jobs import SlurmUnavailable
 from llmb.launch.slurm.submission import read_submission
 from llmb.perfmodel.garbage_collection import paused_garbage_collection
-from llmb.results.job_store import Job, figures, job_row, temporary_id
+from llmb.results.job_store import Job, figures, job_row, row_values, temporary_id
 
 
 def run(_: argparse.Namespace) -> int:
@@ -36,7 +36,9 @@ def run(_: argparse.Namespace) -> int:
         for run in sorted(RunFolder.find_all(install_root(os.environ)), key=_created_at):
             try:
                 if was_started(run):
-                    rows.append(row_from_folder(run))
+                    row = row_from_folder(run)
+                    row_values(row)  # of a damaged configuration SQLite may not take them
+                    rows.append(row)
             except Exception as error:  # whatever its files hold, the other runs come back
                 report_damage(run, error)
                 damaged.append(damaged_row(run, error))
