@@ -291,7 +291,7 @@ Event = (
 )
 TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 RENAMED_TYPES = {"Whereabouts": "HangReport"}  # name in older files: current name
-_scan_json = json.JSONDecoder().scan_once
+_scan_json = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def event_line(event: Event) -> str:

@@ -66,9 +66,7 @@ def test_line_that_is_too_long_is_counted_once(tmp_path, monkeypatch):
     step = event_line(StepDone(step=1)).replace("}", " " * 200 + "}")
     path = tmp_path / "events"
     path.write_text(step + "\0" * 100 + "\n" + '{"event": "RunEnded", "status": "ok"}\n')
-    assert list(read(path)) == [
-        RunEnded(status="ok"), LogProblem(problem="unreadable event line", count=2)
-    ]
+    assert list(read(path)) == [RunEnded(status="ok"), LogProblem(problem="unreadable event line", count=2)]
 
 
 @pytest.mark.parametrize("half", ["\\ud800", "\\uDBFF", "\\uDC00 \\ud83d"])
