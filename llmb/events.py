@@ -20,11 +20,12 @@ from sys import intern
 from types import NoneType
 from typing import Any, get_args
 
-from llmb.config.serialization import current_names, field_types, open_regular_file, to_json
+from llmb.config.serialization import current_names, field_types, open_regular_file, to_json, with_whole_characters
 from llmb.config.spec import Status
 from llmb.errors import ConfigError
 from llmb.formats.json_checks import PLAIN_CHECKS, Check, check_range, conversion
 
+MAX_LINE_BYTES = 2**26  # a request with the times of a million tokens has a third
 HANG_REPORT_SIGNAL = signal.SIGUSR2  # makes a rank write its HangReport
 
 
@@ -290,7 +291,7 @@ Event = (
 )
 TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 RENAMED_TYPES = {"Whereabouts": "HangReport"}  # name in older files: current name
-_scan_json = json.JSONDecoder().scan_once
+_scan_json = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def event_line(event: Event) -> str:
@@ -350,7 +351,7 @@ def _json_object(line: str | bytes) -> dict[str, Any]:
         raise ValueError(text) from error
     if end != len(text):
         raise ValueError(text)
-    return data
+    return with_whole_characters(data, text)
 
 
 @lru_cache(maxsize=1000)
@@ -408,10 +409,16 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of an event file, none of a missing one; raise ConfigError if it cannot be read."""
+    """Yield the lines of an event file, none of a missing one; raise ConfigError if it cannot be read.
+
+    Of a line that is too long only the beginning, which nothing can parse: a hole of a sparse file is one line.
+    """
     try:
         with open_regular_file(path) as lines:
-            yield from lines
+            while line := lines.readline(MAX_LINE_BYTES):
+                yield line
+                while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    line = lines.readline(MAX_LINE_BYTES)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from llmb.events import LogProblem, StepDone, append, read
+from llmb.events import LogProblem, RunEnded, StepDone, append, event_line, parse, read
 from llmb.formats.json_checks import check_range
 
 
@@ -59,3 +59,18 @@ def test_wrongly_typed_line_is_counted_and_not_an_event(tmp_path, line):
 def test_range_of_numbers(numbers, in_range):
     with nullcontext() if in_range else pytest.raises(ValueError, match=str(numbers[0])):
         check_range(numbers)
+
+
+def test_line_that_is_too_long_is_counted_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmb.events.MAX_LINE_BYTES", 100)
+    step = event_line(StepDone(step=1)).replace("}", " " * 200 + "}")
+    path = tmp_path / "events"
+    path.write_text(step + "\0" * 100 + "\n" + '{"event": "RunEnded", "status": "ok"}\n')
+    assert list(read(path)) == [RunEnded(status="ok"), LogProblem(problem="unreadable event line", count=2)]
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\uDBFF", "\\uDC00 \\ud83d"])
+def test_half_of_a_surrogate_pair_is_refused(half):
+    line = '{"event": "RunEnded", "status": "failed", "reason": "%s"}'
+    assert parse(line % half) is None
+    assert parse(line % "\\ud83d\\ude00").reason == "\U0001f600"

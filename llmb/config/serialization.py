@@ -244,11 +244,27 @@ def read_json(path: Path) -> Any:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_JSON_BYTES:
                 raise ConfigError(f"cannot read {path}: {size:,} bytes are more than the {MAX_JSON_BYTES:,} allowed")
-            return json.loads(file.read())
+            content = file.read()
+            return parse_json(str(content, json.detect_encoding(content)))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def parse_json(text: str) -> Any:
+    """Return what json.loads does; halves of a surrogate pair, which no file, store or terminal takes, are an error."""
+    return with_whole_characters(json.loads(text), text)
+
+
+def with_whole_characters(data: T, text: str) -> T:
+    """Return parsed JSON; raise a ValueError if its text spells half of a surrogate pair.
+
+    Bytes of paths that are not UTF-8 are written as U+DC80 to U+DCFF, and may be read back.
+    """
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogateescape")
+    return data
 
 
 def temporary_path(path: Path) -> Path:

@@ -351,12 +351,23 @@ class Store:
         marks = ", ".join("?" * len(COLUMNS))
         self._db.execute(
             f"INSERT OR REPLACE INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})",
-            tuple(getattr(job, column) for column in COLUMNS),
+            row_values(job),
         )
 
     def _set(self, job_id: str, values: dict[str, Any]) -> None:
         assignments = ", ".join(f"{column} = ?" for column in values)
-        self._db.execute(f"UPDATE jobs SET {assignments} WHERE job_id = ?", (*values.values(), job_id))
+        self._db.execute(f"UPDATE jobs SET {assignments} WHERE job_id = ?", (*map(_storable, values.values()), job_id))
+
+
+def row_values(job: Job) -> tuple[Any, ...]:
+    """Return the values of a row as SQLite takes them; raise ConfigError if it cannot."""
+    return tuple(_storable(getattr(job, column)) for column in COLUMNS)
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{value:.6g} is larger than any count")
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value  # bytes of paths
 
 
 def temporary_id(run_dir: Path) -> str:

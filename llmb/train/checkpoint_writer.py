@@ -31,7 +31,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
         threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // 2))
         items = sorted(plan.items, key=_bytes, reverse=True)
         write = super().write_data
-        with serialization.patch("save.compute_crc32", False), ThreadPoolExecutor(threads) as workers:
+        without_crc32 = serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+        with without_crc32, ThreadPoolExecutor(threads) as workers:
             futures = [
                 workers.submit(write, _part(plan, items[n::threads], n), planner)
                 for n in range(min(threads, len(items)))

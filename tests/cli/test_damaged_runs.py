@@ -3,6 +3,7 @@
 import json
 import os
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -94,7 +95,16 @@ def deleted_config(run):
     run.config.unlink()
 
 
+def huge_scale(run):
+    run.config.write_text(run.config.read_text().replace('"gpus": 1', f'"gpus": {10**30}'))
+
+
+def half_a_surrogate_pair(run):
+    run.config.write_text(run.config.read_text().replace('"name": "', '"name": "\\ud800', 1))
+
+
 DAMAGES = [
+    *(huge_scale, half_a_surrogate_pair),
     *(fifo_events, folder_as_events, listed_config, nested_config, wrong_result, wrong_origin),
     *(fifo_config, lost_config, deleted_config),
 ]
@@ -181,3 +191,25 @@ def test_active_row_whose_folder_is_damaged_does_not_hide_the_others(runs, capsy
     printed = capsys.readouterr()
     assert [json.loads(line)["status"] for line in printed.out.splitlines()[1:]] == ["ok", "damaged", "ok"]
     assert str(runs[1].path) in printed.err
+
+
+@pytest.mark.parametrize("level", range(4), ids=["run", "date", "experiment", "experiments"])
+def test_runs_in_a_folder_that_cannot_be_read_are_kept(runs, level, capsys, monkeypatch):
+    """Of a run whose folder another user closed, the table knows what it knew."""
+    assert main(["jobs", "rebuild"]) == 0
+    closed = [runs[1].path, *runs[1].path.parents][level]
+    access, glob = os.access, Path.glob
+
+    def hidden(path):
+        return closed in Path(path).parents
+
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+    monkeypatch.setattr(os.path, "lexists", lambda path, lexists=os.path.lexists: not hidden(path) and lexists(path))
+    monkeypatch.setattr(Path, "glob", lambda folder, level: (path for path in glob(folder, level) if not hidden(path)))
+    capsys.readouterr()
+    assert main(["jobs", "rebuild"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "3 runs found\n"
+    assert f"cannot read {closed}: {3 if level > 1 else 1} known runs are kept" in printed.err
+    assert main(["jobs", "--json"]) == 0
+    assert [json.loads(line)["status"] for line in capsys.readouterr().out.splitlines()] == ["ok"] * 3

@@ -86,3 +86,9 @@ def test_quantiles_are_those_of_the_printed_table():
         assert student_quantile(0.95, freedom) == pytest.approx(quantile, abs=6e-4)
     assert student_quantile(0.99, 9) == pytest.approx(3.250, abs=6e-4)
     assert student_quantile(0.9987, 1) == pytest.approx(489.7, abs=0.1)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_time_that_is_not_finite_is_one_line(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="not finite"):
+        median_interval([1.0, wrong, *[1.0 + n / 100 for n in range(50)]])

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,23 +21,30 @@ from llmb.launch.archive.run_origin import read_origin
 from llmb.launch.install_root import install_root
 from llmb.launch.run_files.pid_file import is_alive
 from llmb.launch.run_files.short_path import short_paths
-from llmb.launch.run_folder import RunFolder
+from llmb.launch.run_folder import RunFolder, printable_path, workload_path
 from llmb.launch.slurm.slurm_jobs import SlurmUnavailable
 from llmb.launch.slurm.submission import read_submission
 from llmb.perfmodel.garbage_collection import paused_garbage_collection
-from llmb.results.job_store import Job, figures, job_row, temporary_id
+from llmb.results.job_store import Job, figures, job_row, row_values, temporary_id
 
 
 def run(_: argparse.Namespace) -> int:
     """Rebuild the store; a folder that cannot be read is reported and listed as damaged."""
     with open_store() as store, paused_garbage_collection():
         old_links = list(short_paths(install_root(os.environ)).glob("*"))
-        known_run_dirs = {job.run_dir for job in store.jobs()}
+        known = store.jobs()
+        known_run_dirs = {job.run_dir for job in known}
         rows, damaged = [], []
+        for folder in _unreadable_folders(install_root(os.environ)):
+            inside = [job for job in known if folder in (Path(job.run_dir), *Path(job.run_dir).parents)]
+            print(f"ERROR: cannot read {printable_path(folder)}: {len(inside)} known runs are kept", file=sys.stderr)
+            rows += inside
         for run in sorted(RunFolder.find_all(install_root(os.environ)), key=_created_at):
             try:
                 if was_started(run):
-                    rows.append(row_from_folder(run))
+                    row = row_from_folder(run)
+                    row_values(row)  # of a damaged configuration SQLite may not take them
+                    rows.append(row)
             except Exception as error:  # whatever its files hold, the other runs come back
                 report_damage(run, error)
                 damaged.append(damaged_row(run, error))
@@ -46,6 +54,13 @@ def run(_: argparse.Namespace) -> int:
         Poller(store).refresh([job for job in store.jobs() if job.going])
     print(f"{len(rows)} runs found" + (f", {len(damaged)} of them damaged" if damaged else ""))
     return 0
+
+
+def _unreadable_folders(install: Path) -> list[Path]:
+    """Return the folders that may hold runs and that this user cannot look into: their runs are not gone."""
+    workloads, levels = workload_path(install, ""), ("*", "*/experiments", "*/experiments/*", "*/experiments/*/*")
+    folders = [workloads, *(folder for level in (*levels, "*/experiments/*/*/*") for folder in workloads.glob(level))]
+    return [folder for folder in folders if not os.access(folder, os.R_OK | os.X_OK) and folder.is_dir()]
 
 
 def _relink(jobs: Sequence[Job], old_links: Sequence[Path]) -> None:
@@ -142,8 +157,10 @@ def _with_unique_ids(rows: Sequence[Job]) -> list[Job]:
 
 
 def _recorded_at(job: Job) -> int:
-    record = RunFolder(Path(job.run_dir)).record(job.job_id)
-    return record.stat().st_mtime_ns if record.exists() else 0
+    try:
+        return RunFolder(Path(job.run_dir)).record(job.job_id).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _without_spent_retries(rows: Sequence[Job]) -> list[Job]:

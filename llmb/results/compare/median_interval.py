@@ -59,6 +59,8 @@ def median_interval(samples: Sequence[float]) -> MedianInterval:
     """Return the median of positive samples in the order they were measured."""
     if not samples or min(samples) <= 0:
         raise ConfigError("nothing to compare: a run has no measured steps")
+    if not math.isfinite(sum(samples)):
+        raise ConfigError("nothing to compare: the time of a step is not finite")
     n, middle = len(samples), median(samples)
     block = max(block_length([x > middle for x in samples]), math.ceil(n / MOST_BLOCKS))
     blocks = [sorted(samples[start : start + block]) for start in range(0, n - block + 1, block)]  # a shorter end left
