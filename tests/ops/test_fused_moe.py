@@ -204,7 +204,11 @@ def test_many_tokens_are_computed_in_several_passes(
     inputs = (x, routing_of(device, 7, 2, 3), gate_up, down)
     at_once = fused_moe_triton(*inputs, "silu", FP32)
     monkeypatch.setattr("llmb.ops.moe.fused_moe_triton.MAX_TOKENS", 3)
-    assert torch.equal(fused_moe_triton(*inputs, "silu", FP32), at_once)
+    in_passes = fused_moe_triton(*inputs, "silu", FP32)
+    if device.type == "cuda":
+        assert torch.equal(in_passes, at_once)
+    else:  # numpy, with which the interpreter multiplies, adds up the rows of a tile in different orders on some CPUs
+        torch.testing.assert_close(in_passes, at_once, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("inputs", [64, 96, 1184])
