@@ -124,7 +124,9 @@ def test_serving_and_out_of_core_training_take_the_weights_of_a_folder(tmp_path:
     folder = str((tmp_path / "my-model").resolve())
     assert [weights(task, TINY) for task in ("serve", "offload")] == [folder, folder]
     assert weights("serve", TINY | fp8) == folder
-    with pytest.raises(ConfigError, match="my-model holds weights in fp8, which only --task serve reads; give its config"):
+    with pytest.raises(
+        ConfigError, match="my-model holds weights in fp8, which only --task serve reads; give its config"
+    ):
         weights("offload", TINY | fp8)
     assert [weights(task, QWEN3_8B) for task in ("serve", "offload")] == [None, None]  # a proxy
 
