@@ -7,7 +7,8 @@
 All requests at once, EOS ignored, whole runs; weights in the published formats: fp8, or MXFP4 experts, which stay in 4
 bits and are widened in the kernel (Hopper has no 4-bit tensor cores), with the rest in bf16. The KV cache is in fp8.
 Ceilings as in `infer_gpu.py`, with GEMMs that have the scales of the row's fp8 recipe (Qwen3: blocks, as published).
-The FLOPs of MXFP4 experts count at the bf16 rate. A row takes one to six minutes.
+The FLOPs of MXFP4 experts count at the bf16 rate. --help has the minutes of each row; weights and graphs of a model
+take another.
 """
 
 import argparse
@@ -116,8 +117,19 @@ def run(options: argparse.Namespace) -> None:
     bench.record("rates", dict(bench.rates))
 
 
+def row_times() -> str:
+    """Return a line for each row: its output tokens, and the minutes that they take at the published rate."""
+    lines = ["rows, their output tokens, and the minutes of these at the published rate (Qwen3: two to three):"]
+    for row in ROWS:
+        tokens = row.requests * row.osl
+        minutes = f"{tokens / row.published / 60:.1f}" if row.published else "-"
+        lines.append(f"  {row.title:30} {tokens:>9,} {minutes:>5}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = build_parser(__doc__, PARTS)
+    parser.epilog = row_times()
     parser.add_argument("--budget", type=int, help="tokens of a step, at most, instead of each row's own")
     parser.add_argument("--fp8-recipe", choices=FP8_RECIPES["inference"], help="instead of the published scales")
     options = parse_options(parser, PARTS, ROWS)

@@ -26,6 +26,11 @@ TINY = QWEN3_8B | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 
+UNREAD_WEIGHTS = (
+    "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.safetensors.index.json", "consolidated.00.pth",
+    "model.gguf", "adapter_model.safetensors",
+)  # fmt: skip
+
 
 def options_of(tmp_path: Path, config: dict[str, Any], *words: str) -> Namespace:
     folder = tmp_path / "my-model"
@@ -35,7 +40,10 @@ def options_of(tmp_path: Path, config: dict[str, Any], *words: str) -> Namespace
 
 
 def run_of(tmp_path: Path, config: dict[str, Any], *words: str) -> RunConfig:
-    options = options_of(tmp_path, config, *words)
+    return run_for(options_of(tmp_path, config, *words))
+
+
+def run_for(options: Namespace) -> RunConfig:
     recipes = recipes_for(options)
     (task,) = tasks_for(run_selection(options), recipes)
     return resolve(recipes[task.workload], task.request)
@@ -138,8 +146,7 @@ def test_a_gpu_without_a_row_can_be_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert run_of(tmp_path, TINY, "--task", task).machine.gpu == "t4"
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.safetensors.index.json",
-                                  "consolidated.00.pth", "model.gguf", "adapter_model.safetensors"])  # fmt: skip
+@pytest.mark.parametrize("file", UNREAD_WEIGHTS)
 @pytest.mark.parametrize("task", ["serve", "offload"])
 def test_weights_that_cannot_be_read_are_not_replaced_by_random_ones(tmp_path: Path, task: str, file: str) -> None:
     (tmp_path / "my-model").mkdir()
@@ -148,8 +155,7 @@ def test_weights_that_cannot_be_read_are_not_replaced_by_random_ones(tmp_path: P
         run_of(tmp_path, TINY, "--task", task)
     config = str(tmp_path / "my-model" / "config.json")
     options = parser().parse_args(["submit", "--model", config, "--task", task])
-    assert resolve(*[(recipes[t.workload], t.request) for recipes in [recipes_for(options)]
-                     for t in tasks_for(run_selection(options), recipes)][0]).workload.weights is None  # fmt: skip
+    assert run_for(options).workload.weights is None
 
 
 def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def _weights(path: Path) -> str | None:
         return str(path.resolve())
     if others := sorted(file.name for pattern in OTHER_WEIGHTS for file in path.glob(pattern)):
         raise ConfigError(
-            f"{path} holds {others[0]}, and weights are read from {SINGLE_FILE}, or from all files of {INDEX}; complete "
-            "or convert them, or give its config.json alone for random weights"
+            f"{path} holds {others[0]}, and weights are read from {SINGLE_FILE}, or from all files of {INDEX}; "
+            "complete or convert them, or give its config.json alone for random weights"
         )
     return None
 
