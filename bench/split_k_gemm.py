@@ -30,9 +30,9 @@ BF16 = torch.bfloat16
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROTATED_BYTES = 256 << 20  # several times the L2 cache
 OTHER_CONFIGS = {
-    16: (SplitKConfig(64, 256, 4, 5, 4), SplitKConfig(64, 128, 4, 6, 4), SplitKConfig(128, 128, 4, 5, 2)),
+    16: (SplitKConfig(64, 256, 4, 4, 3), SplitKConfig(64, 256, 4, 5, 4), SplitKConfig(64, 128, 4, 6, 4)),
     32: (SplitKConfig(64, 256, 4, 4, 3), SplitKConfig(64, 128, 4, 6, 3), SplitKConfig(128, 128, 4, 5, 2)),
-    64: (SplitKConfig(64, 256, 4, 4, 2), SplitKConfig(64, 128, 4, 6, 3), SplitKConfig(128, 128, 8, 5, 2)),
+    64: (SplitKConfig(128, 128, 4, 5, 2), SplitKConfig(64, 128, 4, 6, 3), SplitKConfig(128, 128, 8, 5, 2)),
     128: (SplitKConfig(64, 128, 4, 6, 2), SplitKConfig(128, 128, 4, 5, 1), SplitKConfig(64, 256, 4, 3, 2)),
 }
 

@@ -29,11 +29,11 @@ class SplitKConfig(NamedTuple):
     programs: int  # of a multiprocessor, at most: splits are as many as these allow
 
 
-# By tokens, rounded up to a power of two.
+# By tokens, rounded up to a power of two: those with the least sum over the layers of Llama 8b on an H200.
 CONFIGS = {
-    16: SplitKConfig(64, 256, 4, 4, 3),
+    16: SplitKConfig(128, 128, 4, 5, 2),
     32: SplitKConfig(64, 256, 4, 4, 2),
-    64: SplitKConfig(128, 128, 4, 5, 2),
+    64: SplitKConfig(64, 256, 4, 4, 2),
     128: SplitKConfig(128, 128, 8, 5, 1),
 }
 
