@@ -32,11 +32,11 @@ def run(_: argparse.Namespace) -> int:
     """Rebuild the store; a folder that cannot be read is reported and listed as damaged."""
     with open_store() as store, paused_garbage_collection():
         old_links = list(short_paths(install_root(os.environ)).glob("*"))
-        known = store.jobs()
-        known_run_dirs = {job.run_dir for job in known}
+        old_jobs = store.jobs()
+        known_run_dirs = {job.run_dir for job in old_jobs}
         rows, damaged = [], []
         for folder in _unreadable_folders(install_root(os.environ)):
-            inside = [job for job in known if folder in (Path(job.run_dir), *Path(job.run_dir).parents)]
+            inside = [job for job in old_jobs if folder in (Path(job.run_dir), *Path(job.run_dir).parents)]
             print(f"ERROR: cannot read {printable_path(folder)}: {len(inside)} known runs are kept", file=sys.stderr)
             rows += inside
         for run in sorted(RunFolder.find_all(install_root(os.environ)), key=_created_at):
