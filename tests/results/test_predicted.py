@@ -1,6 +1,7 @@
 """Results beside their predictions: of a training step, of an out-of-core plan; HFU with what the plan recomputes."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -110,6 +111,17 @@ def test_a_proxy_on_a_cpu_says_why_it_is_not_predicted(recipes):
     assert config.predicted.value is None
     assert predicted_lines(config)[0] == "predicted step time: unknown (the speed of a CPU is not predicted)"
     assert predicted_lines(config)[1].endswith("GiB per process")
+
+
+def test_cuda_graphs_that_the_engine_cannot_capture_have_a_predicted_cost(recipes):
+    def lines(*arguments: str) -> list[str]:
+        settings = tuple(from_arguments(list(arguments)))
+        request = RunRequest(size="8b", dtype="fp8", gpus=16, gpu="h100", settings=settings)
+        return predicted_lines(with_prediction(resolve(recipes["pretrain_llama3.1"], request)))
+
+    (line,) = (line for line in lines("pp=2") if "CUDA graphs" in line)
+    assert re.fullmatch(r"predicted cost of running without CUDA graphs: \d\.\d% of the step time", line)
+    assert not any("CUDA graphs" in line for line in lines())
 
 
 def test_a_rank_that_runs_alone_is_predicted_without_its_peers(recipes):

@@ -1,6 +1,10 @@
 """Predicted time and memory of a run, one line each, for `show` and `submit --dry-run`."""
 
-from llmb.config.spec import Inference, RunConfig
+from dataclasses import replace
+
+from llmb.config.native.departures import is_departure
+from llmb.config.spec import Inference, RunConfig, Training
+from llmb.perfmodel.explain.run_prediction import predict_run
 from llmb.perfmodel.hardware import GIB, memory_bytes
 from llmb.perfmodel.metrics import tokens_per_s
 from llmb.perfmodel.serving_time.serving_setup import expected_tokens
@@ -11,10 +15,24 @@ UNITS = {"step_time_s": "s", "output_tokens_per_s": "tokens/s"}
 
 
 def predicted_lines(config: RunConfig) -> list[str]:
-    """Return the lines of predicted time, speed-up by drafts and memory; none without a prediction."""
+    """Return the lines of predicted time, its causes and memory; none without a prediction."""
     if config.predicted is None:
         return []
-    return [_time_line(config), *_speedup_line(config), _memory_line(config)]
+    return [_time_line(config), *_graphs_line(config), *_speedup_line(config), _memory_line(config)]
+
+
+def _graphs_line(config: RunConfig) -> list[str]:
+    """Return what it costs that the engine captures no CUDA graphs although the recipe asks for them."""
+    work = config.workload
+    is_without = any(o.field == "cuda_graphs" and is_departure(o) for o in config.overrides)
+    if not (is_without and isinstance(work, Training)):
+        return []
+    without, captured = (
+        predict_run(replace(config, workload=replace(work, cuda_graphs=graphs))).value for graphs in (False, True)
+    )
+    if without is None or captured is None:
+        return []
+    return [f"predicted cost of running without CUDA graphs: {without / captured - 1:.1%} of the step time"]
 
 
 def _speedup_line(config: RunConfig) -> list[str]:
