@@ -4,7 +4,7 @@
     python bench/checkpoint_load.py --tiny      # a very small model: shows only that it runs
 
 A Llama of 125 million parameters with fp32 weights and moments, 1.5 GB, from the disk, as after a failure; `--warm`:
-from /dev/shm, or the page cache where there is none. `--warm --rounds 1` takes 35 s on two busy cores. Three loads are
+from /dev/shm, or the page cache where there is none. `--warm` takes 28 s a round on two cores. Three loads are
 compared: by torch's own reader, which checks nothing; by ours without sums; by ours. Each is timed in processes of its
 own, which alternate: whether memory that was freed is used again depends on all that a process did before, and doubles
 the time of torch's reader. One OpenMP thread each, as torchrun gives a rank: waiting ones make copies take up to ten

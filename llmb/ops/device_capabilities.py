@@ -81,15 +81,18 @@ class DeviceCapabilities:
             return ()
         return tuple(self._line(name) for name in names if not self.has(name))
 
-    def _line(self, name: str) -> str:
+    def cause(self, name: str) -> str:
+        """Return why a feature is not used."""
         feature, (major, minor) = FEATURES[name], self.compute or (0, 0)
         if self.supports(name):
-            cause = FORCE
-        elif feature.package is not None and self._is_in_range(feature):
-            cause = f"{feature.package} is not installed"
-        else:
-            cause = f"compute capability {major}.{minor}"
-        return f"no {feature.title} ({cause}): {feature.instead}"
+            return FORCE
+        if feature.package is not None and self._is_in_range(feature):
+            return f"{feature.package} is not installed"
+        return f"compute capability {major}.{minor}"
+
+    def _line(self, name: str) -> str:
+        feature = FEATURES[name]
+        return f"no {feature.title} ({self.cause(name)}): {feature.instead}"
 
     def _is_in_range(self, feature: Feature) -> bool:
         """Return whether the compute capability is one of those that have a feature."""
@@ -156,13 +159,11 @@ def scaled_to_sms(programs: int, device: torch.device) -> int:
 
 def check_fp8_attention(device: torch.device) -> None:
     """Refuse attention_dtype=fp8 on a GPU without it."""
-    gpu = capabilities(device)
-    if gpu.compute is None or gpu.has("cudnn_fp8_attention"):
+    gpu, name = capabilities(device), "cudnn_fp8_attention"
+    if gpu.compute is None or gpu.has(name):
         return
-    (line,) = gpu.lines(("cudnn_fp8_attention",))
-    cause = line[line.index("(") + 1 : line.index(")")]
     raise ConfigError(
-        f"attention_dtype=fp8: no fp8 attention of cuDNN, {cause}; leave it out, or {FP8_ATTENTION_NEEDS}"
+        f"attention_dtype=fp8: no {FEATURES[name].title}, {gpu.cause(name)}; leave it out, or {FP8_ATTENTION_NEEDS}"
     )
 
 

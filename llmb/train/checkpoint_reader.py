@@ -60,13 +60,16 @@ class CheckpointReader(dcp.FileSystemReader):
             return int(self.storage_data[item.storage_index].offset)
 
         loads: list[_TensorLoad] = []
+        waiting = 0  # bytes
         for _, group in groupby(sorted(items, key=offset), key=offset):
             parts = [(item, planner.resolve_tensor(item).detach()) for item in group]
             load = _TensorLoad(_SavedTensor(headers, self.storage_data[parts[0][0].storage_index]), parts)
             load.begin(stream)
             loads.append(load)
-            if sum(load.saved.values_bytes for load in loads) >= READ_BYTES:
+            waiting += load.saved.values_bytes
+            if waiting >= READ_BYTES:
                 _finish(loads, stream, planner)
+                waiting = 0
         _finish(loads, stream, planner)
 
 

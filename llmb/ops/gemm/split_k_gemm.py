@@ -1,7 +1,7 @@
 """fp8 linear layers of a few dozen tokens by a split-K GEMM: bound by reading the weight.
 
-   weight = SplitKWeight.of(values_OK, scales_O)
-   out_NO = split_k_gemm(PerTokenFp8(values_NK, scales_N1), weight, torch.bfloat16)
+    weight = SplitKWeight.of(values_OK, scales_O)
+    out_NO = split_k_gemm(PerTokenFp8(values_NK, scales_N1), weight, torch.bfloat16)
 
 With few tokens a library's GEMM has a tile of outputs per multiprocessor and leaves most of them idle: 4,096 outputs in
 tiles of 128 are 32. Here the inputs of a tile are split among programs too, so that all of the GPU reads. Splits are

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
 from llmb.ops.device_capabilities import TUNED_SMS, scaled_to_sms
-from llmb.ops.gemm.split_k_gemm import SplitKWeight
+from llmb.ops.gemm.split_k_gemm import BLOCK_O, SplitKWeight
 from llmb.ops.quant.activation_quant import PerTokenFp8
 
 MIN_TOKENS = 16  # columns that a product of tensor cores has at least in Triton
@@ -106,6 +106,7 @@ def split_k_gemm_triton(
     (tokens, inputs), outputs, device = x.values.shape, len(weight.values_OK), x.values.device
     block_n = max(MIN_TOKENS, triton.next_power_of_2(tokens))
     config = config or CONFIGS[block_n]
+    assert config.block_o >= BLOCK_O, "each tile of outputs has a counter"
     splits = num_splits(config, outputs, inputs, device)
     out_NO = torch.empty(tokens, outputs, dtype=dtype, device=device)
     partial = torch.empty(splits, tokens, outputs, device=device) if splits > 1 else out_NO
