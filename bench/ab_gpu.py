@@ -26,7 +26,8 @@ from bench_report import BenchReport
 
 from llmb.cli.compare.ab_command import REPEATS
 from llmb.cli.run_options import load_recipes
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.model import Model
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.results.compare.paired_test import PairedTest, paired_test
 from llmb.train.loop import TrainJob, build_training, train_step
 from llmb.train.parallel.mesh import Mesh

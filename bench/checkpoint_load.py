@@ -30,7 +30,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from bench_report import BenchReport
 
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.model import Model
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.runtime.checkpoint_folder import complete_checkpoints
 from llmb.train.loop import TrainJob, build_training
 from llmb.train.parallel.mesh import Mesh

@@ -31,9 +31,10 @@ from bench_report import BenchReport
 from train_process import ROOT, trained_steps
 from train_rows import NARROW
 
+from llmb.config.model import Model
 from llmb.config.native.number_formats import FP8_RECIPES
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.errors import LaunchError
 from llmb.formats.token_file import read_header
 from llmb.launch.local_machine import gpu_names

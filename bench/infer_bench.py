@@ -9,8 +9,8 @@ from infer_ceilings import Rates, steady_step
 from infer_rates import BLOCKWISE, head_rate, products_rate
 from infer_serving import Row
 
+from llmb.config.model import Model
 from llmb.config.native.number_formats import published_fp8_recipe
-from llmb.config.spec import Model
 
 SUSTAINED_S = 1.0  # of each measured rate
 TILE = 16  # tokens; a GEMM of an odd number may be slower, which is no ceiling then

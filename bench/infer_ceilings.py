@@ -10,7 +10,8 @@ Only what must be moved counts: weights and cached tokens once a step, no activa
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmb.config.spec import Model, Precision
+from llmb.config.model import Model
+from llmb.config.spec import Precision
 from llmb.perfmodel.block_costs import BlockCost, attended_tokens, block_stack, layer_window
 from llmb.perfmodel.params import BYTES, bytes_per_value, dense_bytes_per_value
 

@@ -22,9 +22,9 @@ from infer_rates import bandwidths
 from infer_serving import Row
 from options import build_parser, parse_options, select_rows
 
+from llmb.config.model import Model
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import convert
-from llmb.config.spec import Model
 
 PARTS = ("ceilings", "throughput", "latency", "profile", "deepseek", "peer")
 

@@ -19,7 +19,7 @@ from infer_serving import Row, submit
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.serve.engine import Engine
 from llmb.serve.step_batch import StepBatch
 from llmb.train.kernel_intervals import KernelInterval, resolve_overlaps

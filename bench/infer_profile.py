@@ -6,7 +6,8 @@ from infer_bench import Bench
 from infer_ceilings import SAMPLING, SMALL, Rates, Step, Term, by_kind, small_bytes
 from infer_kernels import CLASSES, Profiled
 
-from llmb.config.spec import Model, Precision
+from llmb.config.model import Model
+from llmb.config.spec import Precision
 from llmb.perfmodel.params import BYTES
 
 

@@ -14,7 +14,7 @@ from infer_ceilings import product_shapes
 from scaled_product import scaled_product
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.ops.quant.activation_quant import E4M3
 
 BLOCKWISE = "fp8 blockwise"  # a scale per 128 inputs of a token, and per 128 x 128 of a weight

@@ -18,7 +18,8 @@ from device import release_memory
 from device_timer import DeviceTimer
 from torch import Tensor
 
-from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.config.model import Model
+from llmb.config.spec import Inference, Machine, Parallel, Precision, RunConfig
 from llmb.events import RequestDone, read
 from llmb.perfmodel.metrics import steady_state, throughput
 from llmb.runtime.gpu_sampler import GpuSampler

@@ -10,7 +10,8 @@ from typing import Any
 from infer_serving import Row
 
 from llmb.config.huggingface.hf_config import from_hf_config
-from llmb.config.spec import Fp8Recipe, Model, Precision
+from llmb.config.model import Model
+from llmb.config.spec import Fp8Recipe, Precision
 
 LLAMA_70B: dict[str, Any] = {
     "model_type": "llama", "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 28672,

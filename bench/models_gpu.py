@@ -26,8 +26,9 @@ from infer_serving import config_of, measure
 from model_rows import MODELS, ROWS, ModelRow, changed_row, tiny_model, tiny_row
 from options import build_parser, parse_options, select_rows
 
+from llmb.config.model import Model
 from llmb.config.native.number_formats import FP8_RECIPES
-from llmb.config.spec import Inference, Model
+from llmb.config.spec import Inference
 from llmb.perfmodel.params import parameters
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.benchmark.engine_facts import reachable_objects, tensor_bytes

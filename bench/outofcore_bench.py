@@ -10,7 +10,7 @@ import torch
 from device import DeviceReport, release_memory
 from outofcore_rows import Row, models, tiny_models, tiny_row
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.offload import machine_probe
 from llmb.offload.pinned_memory import HostSlab

@@ -27,7 +27,7 @@ from outofcore_bench import measured_rates
 from outofcore_rows import models, tiny_models
 from outofcore_training import Order, Trained, train
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.offload import machine_probe
 from llmb.offload.arena import Budgets

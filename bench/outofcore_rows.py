@@ -9,11 +9,11 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
+from llmb.config.model import Model
 from llmb.config.native.lora_shapes import TARGETS
 from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Lora, Plan
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import convert
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import Rates

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.offload.arena import Budgets
 from llmb.offload.chunked_batches import ChunkedBatches
 from llmb.offload.offload_profiler import StreamRecorder

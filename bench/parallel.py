@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from train_process import trained_steps
 
-from llmb.config.spec import Machine, Model, MoEConfig, Parallel, Precision, Profile, RunConfig, Training
+from llmb.config.model import Model, MoEConfig
+from llmb.config.spec import Machine, Parallel, Precision, Profile, RunConfig, Training
 from llmb.errors import LaunchError
 from llmb.models.architectures import Network, build_model
 from llmb.report.table import render

@@ -23,9 +23,10 @@ from options import build_parser, parse_options, select_rows
 from torch import Tensor
 from train_rows import GROK, LLAMA, NEMOTRON
 
+from llmb.config.model import Model
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import convert
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.shards import rank_flops
 from llmb.runtime.local_group import LOCAL
 from llmb.train.llama_layers import begin_step

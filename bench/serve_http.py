@@ -31,9 +31,10 @@ from options import build_parser, parse_options, select_rows
 from server_process import running_server
 
 from llmb.config.load_settings import LoadSettings
+from llmb.config.model import Model
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import build, convert, read_json, to_plain
-from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.config.spec import Inference, Machine, Parallel, Precision, RunConfig
 from llmb.loadgen.calibration import run_probe
 
 PARTS = ("chunks", "engine")

@@ -11,7 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.config.model import Model
+from llmb.config.spec import Inference, Machine, Parallel, Precision, RunConfig
 
 DATA = Path(__file__).parents[1] / "data"
 EOS = "<|endoftext|>"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Literal, TypeVar
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, RunConfig, Training
+from llmb.config.model import MambaConfig, MlaConfig, Model
+from llmb.config.spec import RunConfig, Training
 from llmb.perfmodel.flops import attention_pairs
 from llmb.perfmodel.params import BYTES
 

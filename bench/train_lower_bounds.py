@@ -21,7 +21,8 @@ from train_trace import (
     Size,
 )
 
-from llmb.config.spec import Model, RunConfig, Training
+from llmb.config.model import Model
+from llmb.config.spec import RunConfig, Training
 from llmb.perfmodel import block_costs, params
 from llmb.perfmodel.memory_estimate import memory_estimate
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.model import Model, RopeConfig
 
 SIZES: dict[str, Any] = {
     "layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 96, "norm_eps": 1e-6,

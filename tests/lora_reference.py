@@ -7,9 +7,9 @@ from reference_training import CPU, SEED, SMOOTH, lr, network_of, trainer_of
 from torch import Tensor
 from torch.func import functional_call
 
+from llmb.config.model import Model
 from llmb.config.native.lora_shapes import TARGETS
 from llmb.config.offload_plan import Lora, Plan
-from llmb.config.spec import Model
 from llmb.models.architectures import Network
 from llmb.models.llama_layer.lora_adapters import LoraAdapters
 from llmb.offload.bucket_params import param_slices

@@ -4,7 +4,7 @@ from typing import Any
 
 from small_models import gpt_oss_model, mixtral_model, qwen3_moe_model
 
-from llmb.config.spec import MoEConfig, RopeConfig
+from llmb.config.model import MoEConfig, RopeConfig
 
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
 NARROW = SIZES | {"ffn": 32}

@@ -9,10 +9,11 @@ from dense_cases import DENSE_CASES
 from mixture_cases import MIXTURE_CASES
 from small_models import SMALL_MODELS
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.parallel_layout import check_model, check_serving
-from llmb.config.spec import Model, Parallel
+from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 
 BEGIN, END = "<!-- table of tests/model_table.py -->", "<!-- end of the table -->"

@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 from small_models import llama_model
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import ParamBuckets
 
 

@@ -2,7 +2,7 @@
 
 from math import log
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.model import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
 
 
 def llama(name: str, layers: int, hidden: int, ffn: int, heads: int, head_dim: int = 128, tied: bool = False) -> Model:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from llmb.config.model import Model
 from llmb.config.recipe import Recipe, load_all, shipped
-from llmb.config.spec import Model
 
 
 def recipe_model(workload: str, size: str, experts: dict[str, Any] | None = None, **changes: Any) -> Model:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from small_models import llama_model
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.models.architectures import Network, build_model
 from llmb.offload.bucket_params import param_slices
 from llmb.offload.buffer_views import bucket_tensors

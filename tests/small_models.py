@@ -1,6 +1,6 @@
 """Small models of every architecture.
 
-llama_model(layers=3, vocab=300)      # any field of spec.Model may be given; head_dim follows from hidden and heads
+llama_model(layers=3, vocab=300)      # any field of model.Model may be given; head_dim follows from hidden and heads
 SMALL_MODELS["deepseek"]              # one of each, for tests of all architectures
 """
 
@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.model import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
 
 MLA = MlaConfig(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12)
 GROUPED_MOE = MoEConfig(

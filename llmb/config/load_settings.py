@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit, urlunsplit
 
+from llmb.config.model import Model
 from llmb.config.serialization import build
-from llmb.config.spec import Inference, Limits, Machine, Model, Parallel, Precision, RunConfig
+from llmb.config.spec import Inference, Limits, Machine, Parallel, Precision, RunConfig
 from llmb.errors import ConfigError, UnknownName
 
 ArrivalKind = Literal["all_at_once", "concurrency", "constant", "poisson", "gamma", "trace"]

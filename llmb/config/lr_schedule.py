@@ -15,9 +15,10 @@ from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
 
+from llmb.config.model import Model
 from llmb.config.recipe import Row
 from llmb.config.serialization import read_json
-from llmb.config.spec import Inference, Model, OutOfCore, RunConfig, Training, Workload
+from llmb.config.spec import Inference, OutOfCore, RunConfig, Training, Workload
 from llmb.errors import ConfigError
 
 LR_FIELDS = ("lr", "lr_warmup_steps", "lr_decay_steps")

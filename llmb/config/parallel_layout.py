@@ -6,7 +6,8 @@ Each error names the numbers that conflict and values that would work.
 from dataclasses import replace
 from math import gcd
 
-from llmb.config.spec import Model, Parallel
+from llmb.config.model import Model
+from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 
 

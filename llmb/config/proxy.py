@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, Parallel, RopeConfig
+from llmb.config.model import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 
 WIDTH = 256  # approximate hidden size; head_dim is a power of two

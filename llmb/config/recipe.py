@@ -17,7 +17,7 @@ from llmb.config.serialization import build, current_names, open_regular_file, w
 from llmb.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:  # not at run time: `llmb-run list` builds no model and should not pay for the import
-    from llmb.config.spec import Model
+    from llmb.config.model import Model
 
 Row = dict[str, Any]
 POSITIVE_SIZES = {"layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"}
@@ -54,7 +54,7 @@ class Recipe:
 
     def model(self, size: str, changes: dict[str, Any] | None = None) -> "Model":
         """Return the model of a size, with fields changed for a proxy; nested mappings are merged."""
-        from llmb.config.spec import Model
+        from llmb.config.model import Model
 
         if size not in self.models:
             raise UnknownName(f"size of {self.workload}", size, self.models)
@@ -92,7 +92,7 @@ def _check_sizes(part: Any, where: str) -> None:
 
 def _check_patterns(model: "Model", where: str) -> None:
     """Refuse letters that stand for no kind of layer."""
-    from llmb.config.spec import ATTENTION_KINDS, BLOCKS_BY_LETTER
+    from llmb.config.model import ATTENTION_KINDS, BLOCKS_BY_LETTER
 
     if model.pattern is not None and (
         len(model.pattern) < model.layers or not set(model.pattern) <= BLOCKS_BY_LETTER.keys()

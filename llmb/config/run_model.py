@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from llmb.config.model import Model
 from llmb.config.overrides import parse_value
 from llmb.config.parallel_layout import check_model, check_serving, max_layers_per_rank
 from llmb.config.proxy import describe_change, small_proxy, true_width_proxy
@@ -9,7 +10,7 @@ from llmb.config.recipe import Recipe, Row
 from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import RENAMED_FIELDS, convert, field_types, to_plain
 from llmb.config.serving_settings import describe_lengths
-from llmb.config.spec import Model, Override, Parallel, RunConfig, Training, Workload
+from llmb.config.spec import Override, Parallel, RunConfig, Training, Workload
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 from llmb.perfmodel.memory_estimate import memory_estimate

@@ -8,9 +8,10 @@ from collections.abc import Collection
 from math import gcd
 
 from llmb.config.load_settings import check_url, parse_slo
+from llmb.config.model import Model
 from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.recipe import Recipe, Row
-from llmb.config.spec import Inference, Model, Override, Precision, RunConfig
+from llmb.config.spec import Inference, Override, Precision, RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import gpu, lacks_fp8
 

@@ -1,7 +1,7 @@
-"""Registry of architectures by the name in a spec.Model."""
+"""Registry of architectures by the name in a model.Model."""
 
 from llmb.config.huggingface.dense_models import DENSE_MODELS
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.decoder import Decoder
 from llmb.models.deepseek import DeepSeek

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.architectures import build_model
 from llmb.models.blocks import Attention, attention_window
 from llmb.models.decoder import DecoderLayer

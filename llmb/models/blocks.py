@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmb.config.spec import ATTENTION_KINDS, Model, RopeConfig
+from llmb.config.model import ATTENTION_KINDS, Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.ops.activation.activation_autograd import fused_activation
 from llmb.ops.attention.window_attention import window_attention

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.model import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.blocks import RMSNorm, TokenEmbedding, rope_table, sequential_positions
 from llmb.models.chunked_loss import chunked_cross_entropy
@@ -25,7 +25,7 @@ from llmb.ops.quant.delayed_scaling import Scaling
 from llmb.ops.quant.vector_scaling import VectorScaling
 
 INIT_STD = 0.02
-# Fields of spec.Model that only dense decoders with grouped-query attention have.
+# Fields of model.Model that only dense decoders with grouped-query attention have.
 ATTENTION_FIELDS = (
     "pre_norms", "qkv_bias", "o_bias", "qk_norm", "attention_pattern", "window", "local_rope", "attention_scale",
     "attention_sinks",

@@ -1,13 +1,13 @@
 """DeepSeek-V3 and R1: a decoder with MLA and MoE, the first layers with a dense MLP.
 
-    network = DeepSeek(model)           # model: a spec.Model
+    network = DeepSeek(model)           # model: a model.Model
     loss = network(tokens_BT, labels_BT)
 
 Compared with `transformers` in tests/models. The multi-token prediction (MTP) layer is left out, and training does not
 update the routers' biases.
 """
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.blocks import GatedMlp
 from llmb.models.decoder import (
     ATTENTION_FIELDS,

@@ -1,6 +1,6 @@
 """gpt-oss: experts with biases and a clamped SwiGLU, sliding windows in every other layer, attention sinks.
 
-    network = GptOss(model)             # model: a spec.Model
+    network = GptOss(model)             # model: a model.Model
     loss = network(tokens_BT, labels_BT)
 
 Compared with `transformers` in tests/models. What sets it apart:
@@ -10,7 +10,7 @@ Compared with `transformers` in tests/models. What sets it apart:
 - files hold the experts of a layer as one tensor, gate and up in turn, published as MXFP4 (`hf_layout.py`).
 """
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.decoder import hf_decoder_names
 from llmb.models.hf_layout import ExpertStackLayout, HfLayout
 from llmb.models.mixtral import ATTENTION_NAMES, Mixtral

@@ -1,6 +1,6 @@
 """Grok-1, as published by xAI: grouped-query attention with logit softcap and 8 experts, with pre- and post-norms.
 
-    network = Grok1(model)              # model: a spec.Model
+    network = Grok1(model)              # model: a model.Model
     loss = network(tokens_BT, labels_BT)
 
 Differences of the published code from the other decoders:
@@ -9,10 +9,10 @@ Differences of the published code from the other decoders:
 - the router is a softmax over all experts in fp32; the top two weights are not renormalized;
 - experts are GeGLU with the tanh form of gelu;
 - outputs of attention and experts are normed before the residual add.
-All of these are fields of spec.Model; the published values are in the recipe.
+All of these are fields of model.Model; the published values are in the recipe.
 """
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention
 from llmb.models.decoder import ATTENTION_FIELDS, Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config

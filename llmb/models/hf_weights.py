@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
+from llmb.config.model import Model
 from llmb.config.serialization import read_json, temporary_path
-from llmb.config.spec import Model
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, Network
 from llmb.models.hf_layout import ExpertStackLayout, HfLayout

@@ -1,6 +1,6 @@
 """Llama and dense decoders like it: their layers are grouped-query attention and a gated MLP.
 
-    network = Llama(model)              # model: a spec.Model
+    network = Llama(model)              # model: a model.Model
     logits_BTV = network(tokens_BT)
     loss = network(tokens_BT, labels_BT)
 
@@ -8,7 +8,7 @@ Compared with `transformers` in tests/models. Tensor names end in their shape, a
 """
 
 from llmb.config.huggingface.dense_models import DENSE_MODELS
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, rope_config

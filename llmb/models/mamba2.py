@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmb.config.spec import MambaConfig, Model
+from llmb.config.model import MambaConfig, Model
 from llmb.errors import ConfigError
 from llmb.ops.mamba.causal_conv1d import causal_conv1d
 from llmb.ops.mamba.ssd import ssd

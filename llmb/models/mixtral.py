@@ -1,12 +1,12 @@
 """Mixtral: a Llama whose MLPs are mixtures of experts, chosen by a softmax over the best few.
 
-    network = Mixtral(model)            # model: a spec.Model
+    network = Mixtral(model)            # model: a model.Model
     loss = network(tokens_BT, labels_BT)
 
 Compared with `transformers` in tests/models.
 """
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention
 from llmb.models.decoder import (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from llmb.config.spec import MlaConfig, Model, RopeConfig
+from llmb.config.model import MlaConfig, Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.blocks import RMSNorm, causal_attention, yarn_attention_scale
 from llmb.ops.rope.mla_rope import mla_rope_keys, mla_rope_queries

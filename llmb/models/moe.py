@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmb.config.spec import Model, MoEConfig
+from llmb.config.model import Model, MoEConfig
 from llmb.errors import ConfigError
 from llmb.models.blocks import GatedMlp
 from llmb.ops.activation.activation_autograd import fused_activation

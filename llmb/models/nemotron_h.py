@@ -1,6 +1,6 @@
 """Nemotron-H: a hybrid decoder whose layers are Mamba-2 mixers, attention or MLPs.
 
-    network = NemotronH(model)          # model: a spec.Model with a pattern such as "M-M*-"
+    network = NemotronH(model)          # model: a model.Model with a pattern such as "M-M*-"
     logits_BTV = network(tokens_BT)
     loss = network(tokens_BT, labels_BT)
 
@@ -11,7 +11,7 @@ in tests/models. Tensor names end in their shape, as in `blocks.py`.
 import torch
 from torch import Tensor, nn
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, PlainMlp, RMSNorm
 from llmb.models.decoder import ATTENTION_FIELDS, Decoder, reject_fields

@@ -1,13 +1,13 @@
 """Qwen3-MoE: a mixture of experts in every layer, queries and keys with a norm of each head.
 
-    network = Qwen3Moe(model)           # model: a spec.Model
+    network = Qwen3Moe(model)           # model: a model.Model
     loss = network(tokens_BT, labels_BT)
 
 Compared with `transformers` in tests/models. Layers with a dense MLP (decoder_sparse_step, mlp_only_layers), which no
 published model has, are refused.
 """
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.decoder import hf_decoder_names
 from llmb.models.mixtral import ATTENTION_NAMES, Mixtral
 

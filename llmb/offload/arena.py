@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.offload.pinned_memory import HostSlab
 from llmb.perfmodel.hardware import GIB

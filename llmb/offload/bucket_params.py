@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import has_llama_layers, layer_weight_shapes
-from llmb.config.spec import Model
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers, layer_weight_shapes
 from llmb.models.architectures import build_model
 from llmb.models.decoder import parameter_generator
 from llmb.offload.lora.frozen_weights import StoredTensor, store_rows

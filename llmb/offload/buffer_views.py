@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned, layer_weight_shapes
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import aligned, layer_weight_shapes
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.offload.lora.frozen_weights import StoredTensor, fp8_bucket_tensors
 from llmb.ops.optim.adam import Rounding

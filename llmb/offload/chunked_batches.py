@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import rope_table, sequential_positions
 from llmb.models.decoder import rope_config

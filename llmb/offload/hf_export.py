@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.architectures import ARCHITECTURES
 from llmb.models.hf_weights import EXPERT, SHARD_BYTES, FileTensor, save_tensors
 from llmb.offload.bucket_params import ParamSlice, param_slices

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.architectures import Network, build_model
 from llmb.models.hf_layout import ExpertStackLayout, HfLayout
 from llmb.models.hf_weights import (

@@ -23,9 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model, OutOfCore
+from llmb.config.spec import OutOfCore
 from llmb.errors import ConfigError, LaunchError
 from llmb.runtime import checkpoint_folder
 from llmb.runtime.checksums.checkpoint_checksums import checksums

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmb.config.model import Model
 from llmb.config.native.outofcore_support import supported_outofcore
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model, OutOfCore, RunConfig
+from llmb.config.spec import OutOfCore, RunConfig
 from llmb.offload.arena import Budgets
 from llmb.offload.chunked_batches import ChunkedBatches
 from llmb.offload.disk.disk_file import buffered_line

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model, OutOfCore, RunConfig
+from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import LaunchError
 from llmb.offload.cuda_streams import HostEvent, StreamEvent, Streams
 from llmb.offload.executor import StreamObserver

@@ -9,8 +9,8 @@ Steps soon have the same contents in the same buffers as steps before them, and 
 from functools import cache
 from typing import NamedTuple
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import BufferKey
 from llmb.perfmodel.offload.program import Program
 from llmb.perfmodel.offload.residency import Residency, ResidencySnapshot

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned, has_llama_layers, layer_weight_shapes
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import aligned, has_llama_layers, layer_weight_shapes
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
-from llmb.config.spec import Model
 from llmb.models.autograd_layer import AutogradLayer
 from llmb.models.llama_layer.fp8_layer_weights import PassName, QuantizedLayerWeights
 from llmb.models.llama_layer.layer import LlamaLayer

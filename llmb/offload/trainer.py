@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from llmb.config.model import Model
 from llmb.config.native.outofcore_support import disk_misfit
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.offload.arena import UNLIMITED, Arena, Budgets
 from llmb.offload.bucket_params import init_bucket_weights

@@ -8,7 +8,8 @@ attention saves q, k, v, its output and the fp32 logsumexp of each query and hea
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from llmb.config.spec import Model, Parallel, RunConfig, Training
+from llmb.config.model import Model
+from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.perfmodel.expert_capacity import dispatched_rows
 from llmb.perfmodel.params import BYTES, FP8_ALIGNMENT, FP8_BLOCK
 from llmb.perfmodel.shards import Weight, has_explicit_layers, layer_blocks, layer_weights, weight_buckets

@@ -10,7 +10,7 @@ multiply-add (MAC) is 2 FLOPs. Norms, softmax, RoPE, activation functions, biase
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ of work: `BURST` is what short kernels reach.
 
 from dataclasses import dataclass
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.flops import attention_pairs, forward_macs
 from llmb.perfmodel.hardware import TERA, gpu

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmb.config.spec import Model, RunConfig
+from llmb.config.model import Model
+from llmb.config.spec import RunConfig
 from llmb.perfmodel.activation_memory import ActivationSizes
 from llmb.perfmodel.expert_capacity import dispatched_rows
 from llmb.perfmodel.params import BYTES

@@ -13,9 +13,10 @@ Conventions, the same everywhere:
 
 from typing import Literal
 
+from llmb.config.model import Model
 from llmb.config.native.lora_shapes import adapter_params
 from llmb.config.offload_plan import Lora
-from llmb.config.spec import Inference, Model, OutOfCore, RunConfig
+from llmb.config.spec import Inference, OutOfCore, RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.params import check_tokens

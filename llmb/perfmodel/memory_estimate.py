@@ -8,7 +8,8 @@ Every estimate carries its assumptions.
 import math
 from dataclasses import dataclass, field, replace
 
-from llmb.config.spec import Inference, Model, OutOfCore, Parallel, RunConfig, Training
+from llmb.config.model import Model
+from llmb.config.spec import Inference, OutOfCore, Parallel, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel import serving_capacity
 from llmb.perfmodel.block_costs import block_stack

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llmb.config.model import Model
 from llmb.config.recipe import load, load_yaml, shipped
 from llmb.config.serialization import build
-from llmb.config.spec import Model
 from llmb.errors import UnknownName
 
 SHAPE_FIELDS = ("window", "window_layers", "checkpoint", "expert_bias", "mtp_depth", "mtp_blocks")

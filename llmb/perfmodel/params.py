@@ -4,7 +4,8 @@ parameters(model)                        all parameters
 kv_bytes_per_token(model, "fp8")         KV cache of one token over all layers
 """
 
-from llmb.config.spec import Model, Precision
+from llmb.config.model import Model
+from llmb.config.spec import Precision
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.block_costs import attended_tokens, block_stack
 

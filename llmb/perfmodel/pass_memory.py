@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llmb.config.spec import Model, Parallel, RunConfig, Training
+from llmb.config.model import Model
+from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.perfmodel.activation_memory import ActivationSizes
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.shards import (

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.model import BLOCKS_BY_LETTER, Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.parallel_layout import stage_layers
-from llmb.config.spec import BLOCKS_BY_LETTER, Model, Parallel, RunConfig, Training
+from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.flops import attention_pairs
 

@@ -18,8 +18,9 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from llmb.config.model import Model
 from llmb.config.serialization import current_names, read_json, to_json, write_atomic
-from llmb.config.spec import Model, OutOfCore, Training
+from llmb.config.spec import OutOfCore, Training
 from llmb.errors import ConfigError
 from llmb.events import RunResumed
 from llmb.formats.checkpoint_steps import FOLDER, checkpoint_step, complete_checkpoints, is_complete

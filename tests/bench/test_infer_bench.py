@@ -13,7 +13,8 @@ import torch
 from small_models import deepseek_model, gpt_oss_model, llama_model
 
 import llmb.ops
-from llmb.config.spec import MlaConfig, MoEConfig, Precision
+from llmb.config.model import MlaConfig, MoEConfig
+from llmb.config.spec import Precision
 from llmb.perfmodel import block_costs, flops, params
 from llmb.serve.engine_builder import serving_dtypes
 from llmb.serve.layers.served_model import build_served_model

@@ -7,8 +7,9 @@ import pytest
 
 from llmb.config.faults.fault_file import SPARE_RESTARTS, draw_faults, read_faults, with_faults
 from llmb.config.faults.fault_plan import CHECKPOINT_KINDS, Fault, FaultInjection
+from llmb.config.model import Model
 from llmb.config.serialization import build, to_plain
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.errors import ConfigError
 
 CONFIG = RunConfig(

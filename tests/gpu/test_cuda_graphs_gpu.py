@@ -10,7 +10,8 @@ from cuda_checks import NEEDS_GPU
 from small_models import grok1_model, llama_model, nemotron_h_model
 from training_run import run_config, train, train_to_the_end
 
-from llmb.config.spec import MambaConfig, MoEConfig, Training
+from llmb.config.model import MambaConfig, MoEConfig
+from llmb.config.spec import Training
 from llmb.events import StepDone
 from llmb.train.cuda_graphs import WARMUP_CALLS, MicroBatchGraph
 

@@ -11,7 +11,8 @@ from small_models import llama_model
 from torch import Tensor
 from training_run import losses_and_norms, run_config, train_to_the_end
 
-from llmb.config.spec import Model, RunConfig, Training
+from llmb.config.model import Model
+from llmb.config.spec import RunConfig, Training
 from llmb.models.architectures import Network, build_model
 from llmb.ops.attention import segment_attention
 from llmb.ops.attention.attention_block import PLAIN

@@ -9,7 +9,7 @@ from cuda_checks import GPU, no_synchronization, relative_error
 from small_models import grok1_model
 from torch import Tensor
 
-from llmb.config.spec import MoEConfig
+from llmb.config.model import MoEConfig
 from llmb.models.moe import MoE
 from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm, fp8_grouped_gemm_reference
 from llmb.ops.quant.group_quant import Fp8WeightCache

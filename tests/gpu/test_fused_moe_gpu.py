@@ -7,7 +7,7 @@ import torch
 from cuda_checks import GPU, NEEDS_GPU, randn, relative_error
 from torch import Tensor
 
-from llmb.config.spec import Model, MoEConfig
+from llmb.config.model import Model, MoEConfig
 from llmb.ops.moe.align_triton import choose_block_size
 from llmb.ops.moe.expert_weights import ExpertFormat, ExpertWeights, empty_expert_weights, fill_expert_rows
 from llmb.ops.moe.fused_moe import Routing, fused_moe

@@ -10,7 +10,7 @@ from cuda_checks import GPU, HOPPER, NEEDS_GPU, no_synchronization, peak_allocat
 from small_models import deepseek_model, grok1_model, llama_model, nemotron_h_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.model import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
 from llmb.models.architectures import build_model
 from llmb.models.blocks import attention_backends, causal_attention
 from llmb.models.moe import MoE, Router

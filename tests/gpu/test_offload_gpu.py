@@ -28,10 +28,11 @@ from reference_training import (
 )
 from training_run import run_config
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.model import Model, MoEConfig
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model, MoEConfig, OutOfCore, Profile
+from llmb.config.spec import OutOfCore, Profile
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import Network, build_model
 from llmb.offload.cuda_streams import EVENTS, CudaStreams

@@ -11,7 +11,8 @@ from cuda_checks import GPU, NEEDS_GPU
 from small_models import grok1_model, llama_model
 from training_run import losses_and_norms, run_config, train_to_the_end
 
-from llmb.config.spec import Machine, Model, MoEConfig, OneRank, Parallel, RunConfig, Training
+from llmb.config.model import Model, MoEConfig
+from llmb.config.spec import Machine, OneRank, Parallel, RunConfig, Training
 from llmb.runtime.local_group import LOCAL
 from llmb.train.cuda_graphs import MicroBatchGraph
 from llmb.train.parallel.mesh import Mesh, build_mesh

@@ -13,7 +13,8 @@ from recipe_models import recipe_model
 from small_models import llama_model
 from training_run import run_config, train, train_to_the_end
 
-from llmb.config.spec import Model, Training
+from llmb.config.model import Model
+from llmb.config.spec import Training
 from llmb.train.loop import TrainJob, build_training, train_step
 from llmb.train.parallel.mesh import Mesh
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from llmb.config.model import Model
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training, Workload
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training, Workload
 from llmb.events import RunEnded, StepDone, read
 from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run

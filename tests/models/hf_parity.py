@@ -5,7 +5,7 @@ import os
 from torch import Tensor
 
 from llmb.config.huggingface.hf_config import to_hf_config
-from llmb.config.spec import Model
+from llmb.config.model import Model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

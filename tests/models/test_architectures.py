@@ -12,8 +12,8 @@ from small_models import MLA, SMALL_MODELS
 from test_hf_parity import MODELS
 
 from llmb.config.huggingface.dense_models import DENSE_MODELS
+from llmb.config.model import MambaConfig, Model, MoEConfig, RopeConfig
 from llmb.config.recipe import load_all, shipped
-from llmb.config.spec import MambaConfig, Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import ARCHITECTURES, Network, build_model
 from llmb.perfmodel import params

@@ -13,7 +13,7 @@ from hf_parity import assert_near
 from small_models import grok1_model
 from torch import Tensor
 
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.model import Model, RopeConfig
 from llmb.models.architectures import build_model
 from llmb.models.grok1 import Grok1
 

@@ -10,7 +10,7 @@ import pytest
 from small_models import nemotron_h_model
 
 from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, from_hf_config, load_hf_config, to_hf_config
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.model import Model, RopeConfig
 from llmb.errors import ConfigError
 
 # Fields and values as the publishers print them; those without influence on the network are left out.

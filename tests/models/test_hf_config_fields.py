@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, mode
 from transformers.utils import logging
 
 from llmb.config.huggingface.hf_config import ALIASES, from_hf_config, to_hf_config
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.model import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights

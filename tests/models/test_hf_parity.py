@@ -16,7 +16,7 @@ from small_models import GROUPED_MOE, MLA, deepseek_model, llama_model, nemotron
 from transformers import PreTrainedModel
 
 from llmb.config.huggingface.hf_config import load_hf_config
-from llmb.config.spec import MambaConfig, Model, RopeConfig
+from llmb.config.model import MambaConfig, Model, RopeConfig
 from llmb.models.architectures import Network, build_model
 from llmb.models.hf_weights import load_weights
 

@@ -29,7 +29,7 @@ from small_models import (
 
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.huggingface.hf_config import HF_ARCHITECTURES
-from llmb.config.spec import Model, MoEConfig, RopeConfig
+from llmb.config.model import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, build_model
 from llmb.models.hf_weights import hf_tensors, load_weights, plan_shards, save_weights
@@ -267,7 +267,7 @@ import resource, sys, torch
 from pathlib import Path
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights, save_weights
-from llmb.config.spec import Model, MoEConfig
+from llmb.config.model import Model, MoEConfig
 from llmb.serve.weights.hf_folder import HfFolderWeights
 sys.path.insert(0, sys.argv[2])
 from small_models import gpt_oss_model

@@ -10,7 +10,7 @@ import torch
 from reference_training import LEAST
 from small_models import llama_model
 
-from llmb.config.spec import MambaConfig
+from llmb.config.model import MambaConfig
 from llmb.errors import ConfigError
 from llmb.models.llama_layer.layer import LlamaLayer
 from llmb.models.llama_layer.linears import PlainLinears

@@ -7,7 +7,7 @@ import pytest
 from published_models import GPT_OSS_20B, GPT_OSS_120B, MIXTRAL, QWEN3_30B
 
 from llmb.config.huggingface.hf_config import from_hf_config, to_hf_config
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from small_models import grok1_model
 
-from llmb.config.spec import Machine, MoEConfig, Parallel, Precision, RunConfig, Training
+from llmb.config.model import MoEConfig
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.models.architectures import build_model
 from llmb.models.moe import MoE
 from llmb.perfmodel.activation_memory import ActivationSizes

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from small_models import SMALL_MODELS, deepseek_model, grok1_model, llama_model, nemotron_h_model
 
-from llmb.config.spec import MambaConfig
+from llmb.config.model import MambaConfig
 from llmb.models.architectures import build_model
 from llmb.models.decoder import INIT_STD
 from llmb.models.mamba2 import MambaMixer

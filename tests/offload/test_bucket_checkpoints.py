@@ -17,7 +17,8 @@ from reference_training import LEAST
 from small_models import llama_model
 from torch import Tensor
 
-from llmb.config.spec import OutOfCore, RopeConfig
+from llmb.config.model import RopeConfig
+from llmb.config.spec import OutOfCore
 from llmb.errors import ConfigError, LaunchError
 from llmb.formats.token_file import TokenWriter
 from llmb.offload.offload_checkpoint import checkpoint_identity, load, resume_point, save

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from reference_training import CPU, LEAST
 from small_models import llama_model
 
+from llmb.config.model import RopeConfig
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import RopeConfig
 from llmb.errors import ConfigError
 from llmb.formats.token_file import TokenWriter
 from llmb.models.blocks import rope_table, sequential_positions

@@ -17,7 +17,7 @@ from small_models import llama_model
 from torch import Tensor
 
 from llmb.config.huggingface.hf_config import load_hf_config
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.model import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
 from llmb.models.hf_weights import load_weights, save_weights
@@ -148,7 +148,7 @@ from pathlib import Path
 from llmb.offload.hf_export import export
 from llmb.offload.hf_import import load_hf_buckets
 from llmb.perfmodel.offload.buffers import ParamBuckets, padded_numel
-from llmb.config.spec import Model
+from llmb.config.model import Model
 
 def now():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -16,8 +16,8 @@ from lora_reference import (
 from reference_training import LEAST, SMOOTH, TIED, UNTIED, least_plan, network_of, trained
 from shuffled_streams import ShuffledStreams
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.runtime import adamw_settings
 
 STEPS = 3

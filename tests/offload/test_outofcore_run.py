@@ -12,9 +12,10 @@ from fake_nvml import FakeNvml
 from reference_training import LEAST, TIED, UNTIED, older_version
 from small_models import qwen3_moe_model
 
+from llmb.config.model import Model
 from llmb.config.native.outofcore_support import supported_outofcore
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, RunConfig
+from llmb.config.spec import Machine, OutOfCore, Parallel, Precision, Profile, RunConfig
 from llmb.errors import ConfigError
 from llmb.events import GpuSample, RunEnded, RunStarted, StepDone, read
 from llmb.models.architectures import build_model

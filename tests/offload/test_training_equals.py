@@ -31,10 +31,10 @@ from reference_training import (
 from shuffled_streams import ShuffledStreams
 from small_models import grok1_model
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.model import Model, MoEConfig, RopeConfig
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.native.outofcore_support import check_outofcore_model
 from llmb.config.offload_plan import UPDATES, Plan
-from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.llama import Llama

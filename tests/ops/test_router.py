@@ -7,7 +7,7 @@ import torch
 from op_cases.moe import ROUTING_RULES
 from torch import Tensor
 
-from llmb.config.spec import MoEConfig
+from llmb.config.model import MoEConfig
 from llmb.ops.moe.router import route
 
 pytest.importorskip("triton")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from llama_plans import LLAMA_8B, plan_of
 
-from llmb.config.spec import Model, MoEConfig
+from llmb.config.model import Model, MoEConfig
 from llmb.models.autograd_layer import AutogradLayer
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues
 from llmb.ops import dispatch

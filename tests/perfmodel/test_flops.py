@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_models import ALL, DEEPSEEK, GPT_OSS_20B, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
-from llmb.config.spec import MambaConfig, Model
+from llmb.config.model import MambaConfig, Model
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import block_costs, flops, params
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from llama_plans import LLAMA_8B, plan_of
 
-from llmb.config.llama_layer_shapes import layer_weight_shapes
+from llmb.config.native.llama_layer_shapes import layer_weight_shapes
 from llmb.config.native.lora_shapes import TARGETS, adapter_numel, adapter_params
 from llmb.config.offload_plan import Lora, Plan
 from llmb.config.overrides import Setting

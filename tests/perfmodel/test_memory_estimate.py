@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from published_models import DEEPSEEK, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
+from llmb.config.model import Model
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Inference, Machine, Model, OutOfCore, Parallel, Precision, RunConfig, Training, Workload
+from llmb.config.spec import Inference, Machine, OutOfCore, Parallel, Precision, RunConfig, Training, Workload
 from llmb.errors import ConfigError
 from llmb.perfmodel import memory_estimate, params
 from llmb.perfmodel.hardware import GIB

@@ -15,7 +15,8 @@ from published_models import (
     QWEN3_30B,
 )
 
-from llmb.config.spec import Model, Precision
+from llmb.config.model import Model
+from llmb.config.spec import Precision
 from llmb.perfmodel import params
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from outofcore_plans import models, plans
 from small_models import llama_model
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import BufferKey, ParamBuckets
 from llmb.perfmodel.offload.program import Copy, Operation, Program
 from llmb.perfmodel.offload.residency import Residency

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_models import GPT_OSS_20B, GPT_OSS_120B
 
+from llmb.config.model import Model
 from llmb.config.overrides import Setting
 from llmb.config.recipe import expand_gpus, load_all, selector_values, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.config.spec import Inference, Model, RunConfig
+from llmb.config.spec import Inference, RunConfig
 from llmb.perfmodel import block_costs, params, serving_capacity
 from llmb.perfmodel.hardware import GIB
 

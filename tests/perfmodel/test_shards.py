@@ -7,7 +7,8 @@ from published_models import ALL, GROK, LLAMA_70B, LLAMA_405B, NEMOTRON
 from test_memory_estimate import run as run_config
 from test_memory_estimate import train
 
-from llmb.config.spec import Model, Parallel, RunConfig
+from llmb.config.model import Model
+from llmb.config.spec import Parallel, RunConfig
 from llmb.perfmodel import flops, params
 from llmb.perfmodel.shards import (
     Weight,

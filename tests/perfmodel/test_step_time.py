@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from step_setups import step_setup
 
-from llmb.config.spec import Model, Parallel
+from llmb.config.model import Model
+from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.model_catalog import find_model, run_shape

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from llmb.config.model import Model
 from llmb.config.overrides import Setting
 from llmb.config.proxy import small_proxy
 from llmb.config.recipe import Recipe, Row, expand_gpus, load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.config.spec import Model, Parallel, RunConfig, Training
+from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.ops.gemm.fp8_linear import fits_fp8
 from llmb.perfmodel import params

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from small_models import llama_model
 
+from llmb.config.model import Model, RopeConfig
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model, RopeConfig, Training
+from llmb.config.spec import Training
 from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial, resume_point
 from llmb.runtime.checksums.checkpoint_checksums import checksums

@@ -22,8 +22,9 @@ from typing import Any
 from small_models import llama_model
 from small_serving import CONFIG, changed
 
+from llmb.config.model import Model
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model, RunConfig
+from llmb.config.spec import RunConfig
 
 DATA = Path(__file__).parents[2] / "data"
 VOCAB = 600

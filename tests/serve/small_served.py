@@ -31,7 +31,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, to_hf_config
-from llmb.config.spec import Inference, MambaConfig, Model, RopeConfig, RunConfig
+from llmb.config.model import MambaConfig, Model, RopeConfig
+from llmb.config.spec import Inference, RunConfig
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights, save_weights
 from llmb.perfmodel.serving_time.cache_blocks import CacheBlocks

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.huggingface.hf_config import load_hf_config, to_hf_config
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights, save_weights
 from llmb.perfmodel.params import parameters

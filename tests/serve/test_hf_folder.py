@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import deepseek_model, grok1_model, llama_model, nemotron_h_model
 from torch import Tensor
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.model import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import save_weights

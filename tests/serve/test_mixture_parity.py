@@ -23,7 +23,7 @@ from small_served import (
     write_weights,
 )
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights, save_weights, stored_tensors

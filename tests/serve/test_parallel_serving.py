@@ -31,9 +31,10 @@ from serving_ranks import ServedOutcome, rank_outcome, served_by_ranks
 from small_served import DEEPSEEK, GROK, LLAMA, MIXTURES, NEMOTRON, config_of, write_weights
 from small_serving import write_config
 
+from llmb.config.model import Model
 from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.serialization import build, read_json
-from llmb.config.spec import Model, RunConfig
+from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.events import RequestDone, RunEnded, RunStarted, read, read_all
 from llmb.launch.run_folder import RunFolder

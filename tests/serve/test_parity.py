@@ -31,7 +31,8 @@ from small_served import (
 )
 from triton_interpreter import force_kernels, interpreter  # noqa: F401  # fixtures
 
-from llmb.config.spec import Model, RunConfig
+from llmb.config.model import Model
+from llmb.config.spec import RunConfig
 from llmb.serve.engine_builder import build_engine
 from llmb.serve.layers import served_mla
 from llmb.serve.layers.served_model import ServedModel

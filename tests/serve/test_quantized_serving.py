@@ -39,7 +39,7 @@ from small_served import (
 )
 from torch import Tensor, nn
 
-from llmb.config.spec import MlaConfig, Model, MoEConfig
+from llmb.config.model import MlaConfig, Model, MoEConfig
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
 from llmb.ops.gemm.block_scaled_gemm import dequantize_blocks, quantize_blocks

@@ -9,8 +9,9 @@ from reference_training import LEAST
 from small_served import SINGLE_RANK_INFO, config_of
 
 from llmb.config.huggingface.hf_config import from_hf_config
+from llmb.config.model import Model
 from llmb.config.proxy import small_proxy
-from llmb.config.spec import Model, Training
+from llmb.config.spec import Training
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.blocks import RotaryPairs

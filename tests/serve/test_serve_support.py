@@ -7,7 +7,8 @@ import torch
 from small_models import gpt_oss_model, qwen3_moe_model
 from small_serving import CONFIG
 
-from llmb.config.spec import Model, Parallel
+from llmb.config.model import Model
+from llmb.config.spec import Parallel
 from llmb.serve.serve_support import device_fallbacks
 
 CPU = torch.device("cpu")

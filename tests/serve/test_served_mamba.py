@@ -12,7 +12,7 @@ from small_models import nemotron_h_model
 from step_inputs import step_inputs
 from torch import Tensor
 
-from llmb.config.spec import MambaConfig, Model
+from llmb.config.model import MambaConfig, Model
 from llmb.models.architectures import Network, build_model
 from llmb.models.nemotron_h import NemotronH
 from llmb.ops.quant.activation_quant import quantize_activation

@@ -11,7 +11,7 @@ from small_models import deepseek_model
 from step_inputs import step_inputs
 from torch import Tensor
 
-from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.model import MlaConfig, Model, MoEConfig, RopeConfig
 from llmb.models.architectures import build_model
 from llmb.models.blocks import rope_table
 from llmb.models.mla import MLAAttention

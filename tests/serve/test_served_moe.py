@@ -10,7 +10,7 @@ from small_models import deepseek_model, grok1_model
 from step_inputs import step_inputs
 from torch import Tensor
 
-from llmb.config.spec import Model, MoEConfig, RopeConfig
+from llmb.config.model import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.moe import MoE

@@ -10,7 +10,7 @@ from step_inputs import step_inputs
 from torch import Tensor
 from triton_interpreter import force_kernels, interpreter  # noqa: F401  # fixtures
 
-from llmb.config.spec import Model, MoEConfig
+from llmb.config.model import Model, MoEConfig
 from llmb.serve.layers.served_linear import Format
 from llmb.serve.layers.served_model import ServedModel, ServingDtypes, build_served_model
 from llmb.serve.rank_groups import RankGroup, RankGroups

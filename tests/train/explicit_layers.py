@@ -12,7 +12,8 @@ from sharded_network import Box, own_gradients
 from small_config import CONFIG, changed
 from torch import Tensor
 
-from llmb.config.spec import Model, Parallel
+from llmb.config.model import Model
+from llmb.config.spec import Parallel
 from llmb.models.llama import Llama
 from llmb.train.llama_layers import begin_step, explicit_layers
 from llmb.train.parallel.bucket import BucketFormats

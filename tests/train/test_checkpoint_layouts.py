@@ -11,7 +11,8 @@ from small_config import changed
 from small_models import SMALL_MODELS
 from training_ranks import build_job, full_tensors, layout_config, on_ranks
 
-from llmb.config.spec import Model, RunConfig
+from llmb.config.model import Model
+from llmb.config.spec import RunConfig
 from llmb.runtime.checkpoint_folder import latest_checkpoint
 from llmb.train.train_checkpoint import SCALES, Checkpointer
 

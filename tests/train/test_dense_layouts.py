@@ -6,8 +6,9 @@ import pytest
 from dense_cases import DENSE_CASES
 from training_ranks import Trained, outcome
 
+from llmb.config.model import Model
 from llmb.config.parallel_layout import check_model
-from llmb.config.spec import Model, Parallel
+from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 
 LAYOUTS = {"tp2 cp2": Parallel(tp=2, cp=2), "pp2 fsdp2": Parallel(pp=2, dp=2, fsdp=True)}

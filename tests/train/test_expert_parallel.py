@@ -15,7 +15,8 @@ from small_models import SMALL_MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import on_ranks, trained
 
-from llmb.config.spec import MoEConfig, Parallel
+from llmb.config.model import MoEConfig
+from llmb.config.spec import Parallel
 from llmb.models.moe import MoE, collect_aux_losses
 from llmb.train.module_class import use_class
 from llmb.train.parallel.expert_parallel import apply_expert_parallel, expert_dispatchers, pop_overflow

@@ -23,7 +23,8 @@ from small_config import CONFIG
 from small_models import llama_model
 from torch import Tensor, nn
 
-from llmb.config.spec import Model, Parallel
+from llmb.config.model import Model
+from llmb.config.spec import Parallel
 from llmb.models.llama_layer.layer_recipes import LAYER_RECIPES
 from llmb.models.llama_layer.linear_gemms import Fp8LinearGemms, LinearGemms, ScaledLinearGemms
 from llmb.ops.gemm.matmul import matmul

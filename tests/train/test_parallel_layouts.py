@@ -17,10 +17,11 @@ import pytest
 from small_models import SMALL_MODELS
 from training_ranks import Trained, outcome
 
+from llmb.config.model import Model
 from llmb.config.parallel_layout import format_layout
 from llmb.config.proxy_layout import shrink_layout
 from llmb.config.recipe import Recipe, Row, expand_gpus, load_all, shipped
-from llmb.config.spec import Model, Parallel
+from llmb.config.spec import Parallel
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- proved layouts -->", "<!-- end -->"

@@ -14,8 +14,9 @@ from sharded_network import ONE, shard
 from small_models import SMALL_MODELS
 from torch import nn
 
+from llmb.config.model import RopeConfig
 from llmb.config.serialization import build
-from llmb.config.spec import RopeConfig, RunConfig
+from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.formats.token_file import TokenWriter
 from llmb.models.architectures import build_model

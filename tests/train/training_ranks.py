@@ -19,9 +19,10 @@ from forked_ranks import on_ranks
 from small_config import CONFIG, changed
 from torch import Tensor
 
+from llmb.config.model import Model
 from llmb.config.native.training_support import supported_training
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model, RunConfig, Training
+from llmb.config.spec import RunConfig, Training
 from llmb.events import StepDone, read
 from llmb.models.architectures import Network
 from llmb.runtime.checkpoint_folder import complete_checkpoints

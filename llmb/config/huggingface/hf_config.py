@@ -1,10 +1,10 @@
-"""Conversion between a spec.Model and Hugging Face's config.json.
+"""Conversion between a model.Model and Hugging Face's config.json.
 
     to_hf_config(model)                       # config.json from which `transformers` builds the same network
-    load_hf_config(Path("Llama-3.1-8B"))      # spec.Model of a downloaded folder
+    load_hf_config(Path("Llama-3.1-8B"))      # model.Model of a downloaded folder
 
 Nothing is dropped silently: a config.json with settings that no network here implements is rejected, and so is a
-spec.Model that config.json cannot express. Grok-1 has no class in `transformers` and therefore no config.json.
+model.Model that config.json cannot express. Grok-1 has no class in `transformers` and therefore no config.json.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ from llmb.config.huggingface.hf_fields import (
 from llmb.config.huggingface.hf_rope import from_hf_rope, to_hf_rope
 from llmb.config.huggingface.llama_like import same_layers
 from llmb.config.huggingface.mixtures import MIXTURES
+from llmb.config.model import Model
 from llmb.config.serialization import build, convert, read_json
-from llmb.config.spec import Model
 from llmb.errors import ConfigError, UnknownName
 
 # Our field -> field of config.json, by part of a model.

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from typing import Any
 
 from llmb.config.huggingface.hf_fields import HfConfig, check_supported, from_hf, positive_int, required, to_hf
+from llmb.config.model import Model, RopeConfig
 from llmb.config.serialization import convert
-from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError, UnknownName
 
 SCALED_ROPE_FIELDS = {"factor": "factor", "original_tokens": "original_max_position_embeddings"}

@@ -2,7 +2,7 @@
 
     QWEN3 = LlamaLike(architecture="qwen3", class_name="Qwen3ForCausalLM", fields={"qk_norm": "head"}, ...)
 
-All of them are one network (`llmb/models/llama.py`), which a spec.Model describes field by field. A new model of this
+All of them are one network (`llmb/models/llama.py`), which a model.Model describes field by field. A new model of this
 kind is a file with a LlamaLike, listed in `dense_models.py`.
 """
 
@@ -23,8 +23,8 @@ from llmb.config.huggingface.hf_fields import (
     to_hf,
 )
 from llmb.config.huggingface.hf_rope import ROPE_FIELDS, from_hf_rope, to_hf_rope
+from llmb.config.model import Model, RopeConfig
 from llmb.config.serialization import convert
-from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 
 LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
@@ -49,7 +49,7 @@ class LlamaLike:
     architecture: str
     model_type: str = ""  # of config.json; empty: the architecture
     class_name: str  # of `transformers`
-    fields: dict[str, Any] = field(default_factory=dict)  # of spec.Model, the same in all these models
+    fields: dict[str, Any] = field(default_factory=dict)  # of model.Model, the same in all these models
     defaults: HfConfig = field(default_factory=dict)  # of config.json, for fields that are missing there
     optional_bias: bool = False  # attention_bias: of all four projections of attention
     activation_field: str = "hidden_act"
@@ -75,7 +75,7 @@ class LlamaLike:
         return names | ({"sliding_window"} if self.layers_by != "none" else set())
 
     def read(self, config: HfConfig) -> dict[str, Any]:
-        """Return the fields of spec.Model, or raise a ConfigError that names what is not supported."""
+        """Return the fields of model.Model, or raise a ConfigError that names what is not supported."""
         config = {**self.defaults, **config}
         check_supported(config, self.refused)
         if config.get("num_key_value_heads") is None:

@@ -15,7 +15,7 @@ from llmb.config.huggingface.hf_fields import (
 )
 from llmb.config.huggingface.hf_rope import SCALED_ROPE_FIELDS, from_hf_rope
 from llmb.config.huggingface.llama_like import LAYER_TYPES, LlamaLike, read_layer_types, shortest_period
-from llmb.config.spec import Model, MoEConfig, RopeConfig
+from llmb.config.model import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 
 # What these have in common with dense models: all but the MLPs.

@@ -8,10 +8,11 @@ The row has a plain layout, all ranks data-parallel; what fits is chosen later (
 from dataclasses import fields
 from typing import Any
 
+from llmb.config.model import Model
 from llmb.config.parallel_layout import check_serving
 from llmb.config.recipe import Recipe, Row
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model, Parallel
+from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import lacks_fp8
 from llmb.perfmodel.params import FP8_BLOCK, MXFP4_GROUP, parameters

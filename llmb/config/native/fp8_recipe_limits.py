@@ -8,7 +8,7 @@ ranks, so that scales are those of one process on any layout.
 
 from dataclasses import replace
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.native.number_formats import fp8_recipe
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError

@@ -10,9 +10,10 @@ stacked, so that one GEMM computes their outputs. Shared by the layer and the pl
 from math import prod
 from typing import NamedTuple
 
-from llmb.config.llama_layer_shapes import aligned, check_llama_layers
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import aligned, check_llama_layers
 from llmb.config.offload_plan import Lora
-from llmb.config.spec import Model, OutOfCore
+from llmb.config.spec import OutOfCore
 from llmb.errors import ConfigError, UnknownName
 
 Shape = tuple[int, int]

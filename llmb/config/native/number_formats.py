@@ -13,8 +13,9 @@ published unless the run says otherwise.
 from dataclasses import replace
 from typing import Any
 
+from llmb.config.model import Model
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Fp8Recipe, Inference, Model, RunConfig, Training
+from llmb.config.spec import Fp8Recipe, Inference, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.shards import gradient_bytes
 

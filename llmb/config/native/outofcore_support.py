@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from llmb.config.llama_layer_shapes import check_fp8_widths, check_llama_layers, has_llama_layers
 from llmb.config.lr_schedule import check_lr_steps
+from llmb.config.model import Model
 from llmb.config.native.fp8_recipe_limits import check_many_scales
+from llmb.config.native.llama_layer_shapes import check_fp8_widths, check_llama_layers, has_llama_layers
 from llmb.config.native.lora_shapes import lora_of
 from llmb.config.native.number_formats import FP8_RECIPES, check_fp8_recipe, fp8_recipe
 from llmb.config.offload_plan import FULL, Plan
-from llmb.config.spec import Model, OutOfCore, RunConfig
+from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import ConfigError
 
 # The only values that are computed, of the fields of a model and of its experts: a load-balancing loss is that of a

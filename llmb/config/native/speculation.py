@@ -10,8 +10,9 @@ model itself says, which random weights hardly ever do.
 from dataclasses import replace
 from pathlib import Path
 
+from llmb.config.model import Model
 from llmb.config.recipe import load_yaml
-from llmb.config.spec import Inference, Model, RunConfig
+from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError, UnknownName
 
 MOST_DRAFTS = 16

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.llama_layer.fp8_layer_weights import FORMATS, Fp8LayerWeights
 from llmb.models.llama_layer.layer_collectives import TensorParallel
 from llmb.models.llama_layer.layer_tensors import SavedInputs

@@ -23,8 +23,8 @@ from typing import Generic
 
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned, check_llama_layers
-from llmb.config.spec import Model
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import aligned, check_llama_layers
 from llmb.models.blocks import attention_window
 from llmb.models.llama_layer.head_norms import add_bias_, bias_backward, norm_heads, norm_heads_backward_
 from llmb.models.llama_layer.layer_collectives import ContextParallel, TensorParallel

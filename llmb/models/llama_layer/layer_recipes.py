@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmb.config.llama_layer_shapes import check_fp8_widths, layer_weight_shapes
-from llmb.config.spec import Model
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import check_fp8_widths, layer_weight_shapes
 from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, PassName, QuantizedLayerWeights, scale_dtypes
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
 from llmb.models.llama_layer.layer_tensors import LayerWeights

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.llama_layer.layer_collectives import TensorParallel
 from llmb.models.llama_layer.layer_tensors import Block, LayerWeights, SavedActivations, SavedInputs
 from llmb.models.llama_layer.linear_gemms import LinearGemms

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned, layer_weight_shapes
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import aligned, layer_weight_shapes
 from llmb.config.native.lora_shapes import PROJECTIONS, Shape, adapter_shapes, projection_rows
 from llmb.config.offload_plan import Lora
-from llmb.config.spec import Model
 from llmb.models.decoder import parameter_generator
 from llmb.models.llama_layer.layer_tensors import LayerWeights
 from llmb.models.llama_layer.lora_linears import AdaptedProjection, AdaptedWeight, Adapter

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.llama_layer.layer_collectives import TensorParallel
 from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedInputs

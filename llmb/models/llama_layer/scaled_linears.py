@@ -19,7 +19,7 @@ from functools import partial
 
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.llama_layer.layer_collectives import TensorParallel
 from llmb.models.llama_layer.layer_tensors import SavedInputs
 from llmb.models.llama_layer.linear_gemms import ScaledLinearGemms

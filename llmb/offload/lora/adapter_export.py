@@ -13,8 +13,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Lora
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import ARCHITECTURES
 from llmb.models.hf_weights import atomic_folder

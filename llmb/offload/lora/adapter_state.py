@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmb.config.model import Model
 from llmb.config.native.lora_shapes import adapter_numel
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.llama_layer.lora_adapters import LoraAdapters
 from llmb.offload.buffer_views import offload_dtypes

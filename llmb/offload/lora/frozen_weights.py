@@ -14,8 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from llmb.config.llama_layer_shapes import aligned
-from llmb.config.spec import Model
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import aligned
 from llmb.ops.quant.activation_quant import E4M3
 from llmb.ops.quant.channel_quant import ChannelFp8, quantize_channels_, widen_channels_
 from llmb.perfmodel.offload.buffers import padded_numel, widened_numel

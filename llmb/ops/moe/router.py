@@ -21,7 +21,7 @@ WEIGHT_SUM_EPS = 1e-20  # avoids a division by zero for a token whose scores all
 
 
 class RoutingRule(Protocol):
-    """Settings of a router, as in `spec.MoEConfig`."""
+    """Settings of a router, as in `model.MoEConfig`."""
 
     @property
     def top_k(self) -> int: ...

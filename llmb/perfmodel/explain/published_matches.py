@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmb.config.model import Model
 from llmb.config.recipe import Recipe
-from llmb.config.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True)

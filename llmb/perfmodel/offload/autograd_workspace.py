@@ -10,7 +10,7 @@ views are none; attention is as in `workspace.py`.
 
 from math import prod
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.perfmodel.offload.layer_params import layer_param_shapes
 
 

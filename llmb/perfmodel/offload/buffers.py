@@ -18,10 +18,10 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from llmb.config.llama_layer_shapes import aligned
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import aligned
 from llmb.config.native.lora_shapes import adapter_numel
 from llmb.config.offload_plan import Lora, Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.layer_params import layer_shapes
 
 KINDS = ("param", "grad", "state", "inp", "kv", "attn", "rest", "dstream", "dkv")

@@ -7,8 +7,8 @@ A Llama layer has explicit backward and stacks the matrices that one GEMM takes 
 other layer each parameter is a tensor of its own, named as in `llmb/models`; experts are stacked as there.
 """
 
-from llmb.config.llama_layer_shapes import has_llama_layers, layer_weight_shapes
-from llmb.config.spec import Model
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers, layer_weight_shapes
 
 Shape = tuple[int, ...]
 

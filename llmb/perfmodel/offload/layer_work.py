@@ -8,10 +8,10 @@ its forward pass again, without the attention if that was saved.
 
 from typing import NamedTuple
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.native.lora_shapes import adapter_params
 from llmb.config.offload_plan import Lora, Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes, update_itemsizes
 from llmb.perfmodel.offload.lora_costs import adapter_work

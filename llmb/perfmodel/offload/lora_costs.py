@@ -9,9 +9,9 @@ write of activations counts as passes over memory, beside their FLOPs.
 
 from typing import NamedTuple
 
+from llmb.config.model import Model
 from llmb.config.native.lora_shapes import adapter_numel, adapter_shapes, projection_rows
 from llmb.config.offload_plan import Lora, Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import activation_itemsize, update_itemsizes
 
 

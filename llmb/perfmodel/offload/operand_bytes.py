@@ -11,8 +11,8 @@ reads a tensor twice, to find the largest magnitudes first, blockwise once.
 
 from typing import NamedTuple
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import activation_itemsize
 
 CAST = 2 + 1  # bytes per element: read in 16 bits, written in one layout

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.offload_plan import ATTENTION, INPUT, Lora, Plan, Update
-from llmb.config.spec import Model
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.buffers import BUCKET_KINDS, ParamBuckets, buffer_bytes, bytes_on_disk
 from llmb.perfmodel.offload.machine_rates import Rates

@@ -1,7 +1,7 @@
 """Memory that a plan takes on device, host and disk, by kind of buffer: exactly what the engine allocates."""
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import (
     KINDS,
     STAGING_BUFFERS,

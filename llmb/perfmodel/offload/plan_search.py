@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.perfmodel.garbage_collection import paused_garbage_collection
 from llmb.perfmodel.offload.buffers import ParamBuckets

@@ -8,10 +8,11 @@ Both go into config.json: the engine only executes the plan, and whoever reads t
 from dataclasses import asdict, fields, replace
 from functools import cache
 
-from llmb.config.llama_layer_shapes import has_llama_layers
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.native.lora_shapes import lora_of
 from llmb.config.native.outofcore_support import check_outofcore_model
-from llmb.config.spec import Model, OutOfCore, Prediction
+from llmb.config.spec import OutOfCore, Prediction
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 from llmb.perfmodel.offload.machine_rates import Rates, nominal_rates

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.perfmodel.offload.buffers import BUCKET_KINDS, BufferKey, ParamBuckets, kinds_with_own_host_slots
 from llmb.perfmodel.offload.plan_memory import buffer_counts, disk_buckets

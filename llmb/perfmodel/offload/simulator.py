@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import FULL, Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import (
     BUCKET_KINDS,
     DISK_KINDS,

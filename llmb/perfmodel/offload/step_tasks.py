@@ -11,8 +11,8 @@ With LoRA no bucket has a gradient, so backward ends with the first layer; one u
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.buffers import BufferKey, ParamBuckets
 
 # Layers from one update of the head to the next: all its buckets are complete at once, and the link needs time to bring

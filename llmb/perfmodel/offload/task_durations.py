@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from llmb.config.model import Model
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.flops import attention_pairs
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
 from llmb.perfmodel.offload.layer_work import LayerWork, layer_work

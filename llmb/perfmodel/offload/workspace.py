@@ -15,9 +15,9 @@ holds of outputs, which adapters write first.
 
 from math import prod
 
-from llmb.config.llama_layer_shapes import has_llama_layers, layer_weight_shapes
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers, layer_weight_shapes
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
-from llmb.config.spec import Model
 from llmb.perfmodel.offload.autograd_workspace import autograd_backward_bytes, autograd_forward_bytes
 from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes, widened_numel
 from llmb.perfmodel.offload.lora_costs import adapted_elements, low_elements

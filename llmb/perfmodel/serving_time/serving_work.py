@@ -6,7 +6,7 @@ pipeline parallelism a stage has 1/pp of them.
 
 from dataclasses import dataclass
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.perfmodel.block_costs import BlockCost, block_stack
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 TILE_M, TILE_N = 128, 256  # of the largest CUTLASS and cuBLAS tiles on Hopper and Blackwell

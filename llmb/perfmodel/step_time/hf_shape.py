@@ -16,8 +16,8 @@ from typing import Any
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.huggingface.hf_config import from_hf_config
 from llmb.config.huggingface.mixtures import MIXTURES
+from llmb.config.model import BLOCKS_BY_LETTER, MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.config.serialization import convert, read_json
-from llmb.config.spec import BLOCKS_BY_LETTER, MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.model_catalog import ModelShape, find_model, run_shape
 

@@ -11,8 +11,8 @@ are slower.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from llmb.config.llama_layer_shapes import has_llama_layers
-from llmb.config.spec import Model
+from llmb.config.model import Model
+from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.offload.machine_rates import H200, known_rates
 from llmb.perfmodel.offload.task_durations import causal_rate

@@ -6,7 +6,8 @@ run_config(setup).model.layers          -> those of the run, with multi-token pr
 from dataclasses import replace
 from typing import Any
 
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.model import Model
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.hardware import gpu
 from llmb.perfmodel.step_time.step_setup import RECIPE_DTYPES, StepSetup
 

@@ -6,7 +6,7 @@ An input of a low-precision GEMM is saved in its dtype. Megatron recomputes modu
 mla_up_proj, mlp, moe_act, moe.
 """
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.perfmodel.activation_memory import ActivationSizes
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.memory_estimate import LOGIT_BYTES, LOSS_CHUNK_TOKENS

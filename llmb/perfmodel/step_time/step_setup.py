@@ -6,8 +6,9 @@ StepSetup(shape=find_model("llama3.1-8b"), gpu="h100", gpus=8, dtype="fp8", seql
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmb.config.model import Model
 from llmb.config.parallel_layout import divisors
-from llmb.config.spec import Model, Parallel, RunConfig, Training
+from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
 from llmb.perfmodel.model_catalog import ModelShape, run_shape

@@ -7,7 +7,7 @@ Amounts are those of one micro-batch on the average pipeline rank, unless a name
 
 from dataclasses import dataclass
 
-from llmb.config.spec import BLOCKS_BY_LETTER, Model
+from llmb.config.model import BLOCKS_BY_LETTER, Model
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.params import BYTES

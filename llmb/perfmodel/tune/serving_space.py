@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from llmb.config.model import Model
 from llmb.config.parallel_layout import check_serving, divisors
-from llmb.config.spec import Model, Parallel
+from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.measured_device import device_of

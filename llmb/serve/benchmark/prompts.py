@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmb.config.model import Model
 from llmb.config.serialization import convert, read_json
-from llmb.config.spec import Inference, Model
+from llmb.config.spec import Inference
 from llmb.errors import ConfigError
 from llmb.loadgen.dataset_file import Messages, dataset_entries, parse_entry
 from llmb.loadgen.prompt_sampler import Prompt, TokenSampler

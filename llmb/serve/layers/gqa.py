@@ -6,7 +6,7 @@ Shapes: N tokens, H query heads, G KV heads, D head dimension; heads are those o
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.blocks import attention_window
 from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.decode_attention import decode_attention

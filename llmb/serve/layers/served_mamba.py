@@ -11,7 +11,7 @@ C channels, of a group after G and of all otherwise.
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.mamba2 import DT_MIN, conv_sections, in_proj_sections, mamba_config
 from llmb.ops.mamba.causal_conv1d import causal_conv1d
 from llmb.ops.mamba.selective_state_update import (

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.blocks import causal_attention, yarn_attention_scale
 from llmb.models.decoder import rope_config
 from llmb.models.mla import MLA_NORM_EPS, mla_config

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmb.config.model import Model, RopeConfig
 from llmb.config.parallel_layout import stage_layers
-from llmb.config.spec import Model, RopeConfig
 from llmb.models.blocks import RotaryPairs
 from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm, takes_skinny_gemm
 from llmb.ops.norm.add_rms_norm import add_rms_norm

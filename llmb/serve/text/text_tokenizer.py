@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmb.config.model import Model
 from llmb.config.serialization import convert, read_json
-from llmb.config.spec import Model
 from llmb.formats.tokenizer_file import read_tokenizer
 from llmb.serve.benchmark.prompts import model_info
 from llmb.serve.text.detokenizer import ByteLevelDetokenizer, DecodingDetokenizer, Detokenizer, TextTable

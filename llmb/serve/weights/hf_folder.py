@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, from_hf_config, to_hf_config
+from llmb.config.model import Model
 from llmb.config.serialization import read_json
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import ARCHITECTURES, Network
 from llmb.models.hf_layout import ExpertStackLayout

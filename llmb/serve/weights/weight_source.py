@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.models.architectures import ARCHITECTURES, Network
 from llmb.models.decoder import parameter_generator
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor, device
 
-from llmb.config.spec import MoEConfig
+from llmb.config.model import MoEConfig
 from llmb.ops.moe.expert_dispatch import assign_send_rows, sort_received_rows
 from llmb.ops.moe.expert_weights import ExpertFormat, ExpertWeights, empty_expert_weights, fill_expert_rows
 from llmb.ops.moe.fused_moe import Routing, fused_moe

@@ -6,7 +6,7 @@ must agree on the memory layout.
 
 from typing import Any
 
-from llmb.config.spec import Model
+from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.perfmodel.params import FP8_ALIGNMENT, unaligned_fp8_widths
 

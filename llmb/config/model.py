@@ -1,0 +1,138 @@
+"""Frozen dataclasses of a model: Model, and the parts that some models have (RoPE, MoE, MLA, Mamba-2)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Architecture = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "gemma2", "gemma3",
+    "mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "grok1", "deepseek",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (RoPE) and its context extension."""
+
+    theta: float = 500_000.0
+    # linear: all frequencies divided by the factor; longrope: each by its own.
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    factor: float = 1.0
+    original_tokens: int = 8192
+    low_freq_factor: float = 1.0  # llama3: pairs with fewer periods in the original context are scaled by 1 / factor
+    high_freq_factor: float = 4.0  # llama3: pairs with more periods are left as they are
+    beta_fast: float = 32.0  # yarn: the same two bounds, as periods in the original context
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: round the pairs with these periods outwards
+    mscale_all_dim: float = 0.0  # yarn: how strongly the softmax scale grows with the factor
+    partial_rotary_factor: float = 1.0  # fraction of a head's channels with position embedding
+    attention_factor: float = 1.0  # of cosine and sine
+    short_factors: tuple[float, ...] = ()  # longrope: of each rotated pair, in sequences within the original context
+    long_factors: tuple[float, ...] = ()  # longrope: the same in longer sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of gated MLPs (MoE) in place of the dense MLP."""
+
+    count: int
+    top_k: int
+    ffn: int  # intermediate width of one expert
+    shared: int = 0  # experts that every token is routed to
+    latent: int | None = None  # width of the routed experts, projected from hidden and back (LatentMoE); none: hidden
+    dense_layers: int = 0  # leading layers with a dense MLP
+    groups: int = 1  # group-limited routing: experts are chosen from `top_groups` of these groups
+    top_groups: int = 1
+    score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid routers have a correction bias per expert
+    renormalise: bool = True  # normalize the top-k routing weights to a sum of 1
+    scale: float = 1.0  # of the combined output of the routed experts
+    bias: bool = False  # the router and the projections of the experts have biases
+    aux_loss: float = 0.0  # coefficient of the load-balancing loss; 0: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaConfig:
+    """Multi-head latent attention (MLA): low-rank queries, keys and values."""
+
+    q_rank: int  # 0: queries have no latent (DeepSeek-V2-Lite), which is predicted and does not run
+    kv_rank: int
+    nope_dim: int  # per head, without RoPE
+    rope_dim: int  # per head, with RoPE; one key shared by all heads
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig:
+    """Mamba-2 mixer; its inner width is heads * head_dim."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    chunk: int
+    conv: int = 4
+
+
+ATTENTION_KINDS = ("F", "S", "N")  # letters of Model.attention_pattern
+BLOCKS_BY_LETTER = {"M": "mamba", "-": "mlp", "E": "experts", "*": "attention"}  # of Model.pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Architecture and sizes of a model."""
+
+    name: str
+    architecture: Architecture
+    layers: int
+    hidden: int
+    ffn: int  # intermediate width of the dense MLP
+    gated: bool = True  # gate, up and down projections instead of up and down
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    activation: Literal["silu", "gelu", "squared_relu", "swigluoai"] = "silu"  # of the MLPs and experts
+    tied_embeddings: bool = False
+    norm_eps: float = 1e-5
+    pre_norms: bool = True  # a norm on the input of each block
+    post_norms: bool = False  # a norm on the output of each block before the residual add
+    qkv_bias: bool = False  # of the query, key and value projections
+    o_bias: bool = False  # of the attention's output projection
+    qk_norm: Literal["head", "projection"] | None = None  # norm of queries and keys: each head, or all heads as one
+    rope: RopeConfig | None = RopeConfig()  # none: attention without position embedding
+    # Attention of each layer, repeated over the layers: F full, S sliding window, N full without position embedding.
+    attention_pattern: str = "F"
+    window: int | None = None  # sliding window: tokens that a token attends to, itself included
+    local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; none: as the others
+    attention_scale: float | None = None  # of attention logits; none: 1 / sqrt(head_dim)
+    attention_sinks: bool = False  # a learned logit of each head joins the softmax, without a value
+    attn_logit_softcap: float | None = None  # cap * tanh(logits / cap) before the softmax
+    embedding_scale: float = 1.0  # of the embedding's output
+    logit_scale: float = 1.0  # of the logits
+    logit_softcap: float | None = None  # of the logits: cap * tanh(logits / cap)
+    pattern: str | None = None  # hybrids, one letter per layer: M mamba, * attention, - MLP, E experts
+    experts: MoEConfig | None = None
+    mla: MlaConfig | None = None
+    mamba: MambaConfig | None = None
+
+    def attention_kind(self, layer: int) -> str:
+        """Return the letter of a layer in the attention pattern."""
+        return self.attention_pattern[layer % len(self.attention_pattern)]
+
+    @property
+    def window_layers(self) -> int:
+        """Number of layers with a sliding window."""
+        return sum(self.attention_kind(layer) == "S" for layer in range(self.layers)) if self.window else 0
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of attention logits."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Number of blocks of each kind."""
+        if self.pattern is not None:
+            return {kind: self.pattern.count(letter) for letter, kind in BLOCKS_BY_LETTER.items()}
+        dense = self.experts.dense_layers if self.experts else self.layers
+        attention = "mla" if self.mla else "attention"
+        return {attention: self.layers, "mlp": dense, "experts": self.layers - dense}
