@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from llmb.api.stored_result import Result, of_figures
+from llmb.cli.local_check import check_runs_here
 from llmb.cli.memory_check import check_memory
 from llmb.cli.report.page_writer import write_report
-from llmb.cli.submit import check_runs_here, execute
+from llmb.cli.submit import execute
 from llmb.config.spec import RunConfig
 from llmb.events import Event
 from llmb.launch.install_root import install_root

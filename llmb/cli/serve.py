@@ -39,8 +39,8 @@ def add_commands(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Resolve, check, create the run folder, and serve until a signal."""
+    from llmb.cli.local_check import check_runs_here
     from llmb.cli.run_options import load_recipes
-    from llmb.cli.submit import check_runs_here
     from llmb.config.server_options import server_arguments, server_options
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder

@@ -17,8 +17,6 @@ from llmb.cli.model_run.model_options import add_model_options, recipes_for
 from llmb.cli.run_options import add_location_options, add_run_options, examples
 from llmb.cli.subcommand import command
 
-DRY_RUN = ", --dry-run shows the run"
-
 
 def add_commands(commands: Any) -> None:
     """Register submit and single."""
@@ -56,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
     from llmb.cli import submit_slurm
     from llmb.cli.batch_confirmation import describe_totals
+    from llmb.cli.local_check import check_gpus_before_planning, check_runs_here
     from llmb.cli.memory_check import check_memory, misfits, warn
     from llmb.config.resolve import resolve_all
     from llmb.errors import ConfigError
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     if options.one_rank is not None and location != "local":
         raise ConfigError("--one-rank runs on one GPU of this machine, not through Slurm; add --on local")
     if location == "local" and not dry:
-        _check_gpus_before_planning(tasks, recipes)
+        check_gpus_before_planning(tasks, recipes)
     resolved, bad = resolve_all(tasks, recipes, install_root(os.environ))
     resolved = [(task, replace(config, environment=mask(config.environment))) for task, config in resolved]
     resolved = inject_faults(resolved, options)
@@ -191,60 +190,6 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
                 print(f"\n{config.name}: {format_engine_command(config)}", end="")
 
 
-def check_runs_here(config: Any, replicas: int = 1, advice: str = DRY_RUN) -> None:
-    """Refuse a run whose engine or GPUs this machine does not have, before anything is created."""
-    from llmb.errors import ConfigError
-    from llmb.formats.token_file import read_header
-    from llmb.launch.command import check_engine
-
-    check_engine(config)
-    if config.limits.slurm_params:
-        raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --on slurm")
-    data = getattr(config.workload, "data", None)
-    if data is not None:
-        read_header(Path(data))  # refuses a file that the ranks could not read
-    if config.engine == "openai":  # the GPUs are the server's
-        from llmb.config.load_settings import check_load, load_settings_of
-        from llmb.loadgen.load_test import api_key_of
-
-        load = load_settings_of(config)
-        assert load is not None
-        check_load(load)
-        api_key_of(load)
-        return
-    uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
-    _check_gpus_here(config.launch_machine.gpu, config.launch_machine.gpus * replicas, uses_proxy, advice)
-
-
-def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> None:
-    """Refuse out-of-core runs on a machine without their GPU before plans are searched, for seconds each."""
-    from llmb.config.row_selection import choose_row, gpu_of
-
-    for task in tasks:
-        recipe, request = recipes[task.workload], task.request
-        if recipe.kind == "outofcore":
-            row, _ = choose_row(recipe, request, {})
-            gpu = request.gpu or ("cpu" if request.uses_proxy else gpu_of(row, recipe))
-            _check_gpus_here(gpu, request.gpus, request.uses_proxy)
-
-
-def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool, advice: str = DRY_RUN) -> None:
-    from llmb.errors import ConfigError
-    from llmb.launch.local_machine import gpu_names
-
-    if gpu == "cpu":
-        return
-    here = len(gpu_names())
-    if here == 0:
-        layout = f" (in {gpu}'s layout: --layout {gpu})" if requested > 1 and uses_proxy else ""
-        raise ConfigError(
-            f"{requested} x {gpu} requested, this machine has no GPU; "
-            f"--proxy without --gpu-type runs a small proxy on the CPU{layout}{advice}"
-        )
-    if requested > here:
-        raise ConfigError(f"{requested} GPUs requested, this machine has {here}; choose --scale {here} or less{advice}")
-
-
 def run_repeatedly(
     config: Any, environment: dict[str, str], repeats: int, as_json: bool, location: str, report: bool = True,
     quiet: bool = False,
@@ -267,6 +212,7 @@ def run_repeatedly(
 
 def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: int) -> int:
     """Retry a run here, linked to the original job; too little memory is only a warning, as it ran before."""
+    from llmb.cli.local_check import check_runs_here
     from llmb.cli.memory_check import check_memory
 
     check_runs_here(config)

@@ -152,7 +152,7 @@ def test_candidates_run_in_full_where_the_gpus_are(llmb_run, launched, monkeypat
 
     monkeypatch.setattr(measured_layouts, "gpu_here", lambda: "h200")
     monkeypatch.setattr(measured_layouts, "gpu_names", lambda: ["NVIDIA H200"])
-    monkeypatch.setattr("llmb.cli.submit.check_runs_here", lambda config: None)
+    monkeypatch.setattr("llmb.cli.local_check.check_runs_here", lambda config: None)
     monkeypatch.setattr("llmb.cli.memory_check.check_memory", lambda *args, **options: None)
     code, out, _ = llmb_run("tune", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "bf16", "--scale", "1",
                             "--gpu-type", "h200", "--measure", "2", "--set", "steps=8")  # fmt: skip

@@ -39,9 +39,9 @@ def add_commands(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run A against itself, then A and B in turns; print the verdict."""
     from llmb.cli.compare.ab_sides import side_of
+    from llmb.cli.local_check import check_runs_here
     from llmb.cli.memory_check import check_memory
     from llmb.cli.run_options import load_recipes
-    from llmb.cli.submit import check_runs_here
     from llmb.config.serialization import to_json
     from llmb.report.compare.ab_text import ab_data, ab_text, look_line
     from llmb.report.compare.compare_doubts import doubts

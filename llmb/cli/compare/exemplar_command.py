@@ -104,21 +104,22 @@ def _run_here(sides: Any, output: Any) -> Any:
     from io import StringIO
     from time import monotonic
 
-    from llmb.cli import submit
+    from llmb.cli.local_check import check_runs_here
     from llmb.cli.memory_check import check_memory
     from llmb.cli.run_options import load_recipes
+    from llmb.cli.submit import run_one
     from llmb.report.compare.exemplar_report import RowOutcome
     from llmb.report.terminal.colour import print_report
     from llmb.results.compare.exemplar_suite import checks
 
     for side in sides:
-        submit.check_runs_here(side.config)
+        check_runs_here(side.config)
     check_memory([side.config for side in sides], load_recipes(), local=True)
 
     def judge(row: Any, side: Any) -> Any:
         start = monotonic()
         with redirect_stdout(StringIO()):
-            _, interrupted, result = submit.run_one(
+            _, interrupted, result = run_one(
                 side.config, side.environment, False, "local", python=side.python, report=False
             )
         if interrupted:

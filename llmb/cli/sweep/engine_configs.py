@@ -68,9 +68,9 @@ def _resolve(options: argparse.Namespace, settings: list[str]) -> RunConfig:
 
 def _check_machine(configs: list[RunConfig], options: argparse.Namespace) -> None:
     """Refuse what this machine cannot run, before the sweep has a folder."""
+    from llmb.cli.local_check import check_runs_here
     from llmb.cli.memory_check import check_memory
     from llmb.cli.run_options import load_recipes
-    from llmb.cli.submit import check_runs_here
 
     if options.dry_run:
         return

@@ -16,8 +16,8 @@ class MeasuredRuns:
     """Checks all runs before the first starts; `code` is the highest exit code so far."""
 
     def __init__(self, runs: Sequence[NamedRun], as_json: bool):
+        from llmb.cli.local_check import check_runs_here
         from llmb.cli.memory_check import check_memory
-        from llmb.cli.submit import check_runs_here
 
         self._runs, self._as_json, self.code = runs, as_json, 0
         for _, config in runs:
