@@ -4,7 +4,7 @@ import statistics
 from itertools import islice, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmb.loadgen.arrivals import Arrivals, arrival_times, share, slot_starts
@@ -52,6 +52,7 @@ def test_poisson_is_not_rescaled_to_a_total():
     start=st.floats(0, 1),
     seed=st.integers(0, 2**32),
 )
+@example(kind="gamma", rate=6.0, shape=0.1, ramp=6.0, start=0.0, seed=221)  # intervals of less than the last bit
 def test_times_rise_and_depend_on_the_seed_alone(kind, rate, shape, ramp, start, seed):
     arrivals = Arrivals(kind, rate, shape, ramp, start)
     values = times(arrivals, 50, seed)
