@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from bench_report import BenchReport
+from measure.bench_report import BenchReport
 
 from llmb.cli.compare.ab_command import REPEATS
 from llmb.cli.run_options import load_recipes

@@ -18,9 +18,9 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from layout_ranking import RANKING_HEADER, RANKING_MISSES, layout_pairs, ranking_introduction, ranking_rows
-from ratio_picture import ratio_svg
-from step_time_fit import ROUNDS, fit, log_errors
+from prediction.layout_ranking import RANKING_HEADER, RANKING_MISSES, layout_pairs, ranking_introduction, ranking_rows
+from prediction.ratio_picture import ratio_svg
+from prediction.step_time_fit import ROUNDS, fit, log_errors
 
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.step_time.fitted_constants import Constants

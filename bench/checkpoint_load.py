@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
-from bench_report import BenchReport
+from measure.bench_report import BenchReport
 
 from llmb.config.model import Model
 from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_report import BenchReport
-from device import describe_machine, release_memory
-from device_timer import time_sustained
+from measure.bench_report import BenchReport
+from measure.device import describe_machine, release_memory
+from measure.device_timer import time_sustained
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right

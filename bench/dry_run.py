@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train_process import trained_steps
+from training.train_process import trained_steps
 
 from llmb.config.overrides import from_arguments
 from llmb.config.recipe import expand_gpus, load_all, shipped

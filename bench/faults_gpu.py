@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench_report import BenchReport
+from measure.bench_report import BenchReport
 
 from llmb.config.serialization import build
 from llmb.events import StepDone, read_all

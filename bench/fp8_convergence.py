@@ -27,9 +27,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench_report import BenchReport
-from train_process import ROOT, trained_steps
-from train_rows import NARROW
+from measure.bench_report import BenchReport
+from training.train_process import ROOT, trained_steps
+from training.train_rows import NARROW
 
 from llmb.config.model import Model
 from llmb.config.native.number_formats import FP8_RECIPES

@@ -13,14 +13,14 @@ import time
 from dataclasses import replace
 
 import torch
-from device import describe_machine
-from infer_bench import Bench
-from infer_deepseek import PROMPT, deepseek
-from infer_llama import llama
 from infer_peer import alone
-from infer_rates import bandwidths
-from infer_serving import Row
-from options import build_parser, parse_options, select_rows
+from inference.infer_bench import Bench
+from inference.infer_deepseek import PROMPT, deepseek
+from inference.infer_llama import llama
+from inference.infer_rates import bandwidths
+from inference.infer_serving import Row
+from measure.device import describe_machine
+from measure.options import build_parser, parse_options, select_rows
 
 from llmb.config.model import Model
 from llmb.config.recipe import load_all, shipped

@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from peer_process import run_peer
+from measure.peer_process import run_peer
 
 LIMIT_S, START_S = 40.0, 45.0  # of its generation; of its imports, weights and warm-up
 TINY_START_S = 260.0  # a CPU's whole memory becomes its cache
@@ -79,7 +79,7 @@ def _generate(manager: Any, prompts: list[list[int]], osl: int, limit: float) ->
 
 def _model(tiny: bool) -> Any:
     import torch
-    from peer_llama import SHAPE, TINY
+    from training.peer_llama import SHAPE, TINY
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**(TINY if tiny else SHAPE), max_position_embeddings=8192, attn_implementation="sdpa")

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from device import describe_machine
 from infer_gpu import models, tiny_models
-from infer_serving import Row, config_of, measure, open_engine
+from inference.infer_serving import Row, config_of, measure, open_engine
+from measure.device import describe_machine
 
 from llmb.perfmodel.serving_time.request_waves import balanced_batch
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from bench_report import BenchReport
+from measure.bench_report import BenchReport
 
 from llmb.config.load_settings import LoadSettings
 from llmb.loadgen.calibration import NoopServerProcess, run_probe

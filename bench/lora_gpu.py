@@ -15,16 +15,16 @@ Seconds expected: rates 25, plans 10, pinning of 65 GiB (110/125) or 109 GiB (11
 import argparse
 import time
 
-from options import build_parser, parse_options, select_rows
-from outofcore_rows import LORA_ROWS
+from measure.options import build_parser, parse_options, select_rows
+from outofcore.outofcore_rows import LORA_ROWS
 
 PARTS = ("rows",)
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the requested rows. Imports torch here: processes that only plan do not need it."""
-    from outofcore_bench import Bench
-    from outofcore_table import table
+    from outofcore.outofcore_bench import Bench
+    from outofcore.outofcore_table import table
 
     rows = select_rows(LORA_ROWS, options.row)
     bench = Bench.of(options, rows)

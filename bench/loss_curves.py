@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_report import BenchReport
-from options import select_rows
+from measure.bench_report import BenchReport
+from measure.options import select_rows
 
 from llmb.events import RunEnded, StepDone, read
 

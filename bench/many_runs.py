@@ -15,7 +15,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from bench_report import BenchReport
+from measure.bench_report import BenchReport
 
 from llmb.cli.stored_runs import write_result
 from llmb.config.recipe import Recipe, load_all, shipped

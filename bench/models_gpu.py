@@ -17,14 +17,14 @@ import time
 from typing import Any
 
 import torch
-from device import describe_machine, release_memory
-from infer_bench import Bench
-from infer_ceilings import steady_step, terms
-from infer_llama import Served
-from infer_rates import bandwidths
-from infer_serving import config_of, measure
-from model_rows import MODELS, ROWS, ModelRow, changed_row, tiny_model, tiny_row
-from options import build_parser, parse_options, select_rows
+from inference.infer_bench import Bench
+from inference.infer_ceilings import steady_step, terms
+from inference.infer_llama import Served
+from inference.infer_rates import bandwidths
+from inference.infer_serving import config_of, measure
+from inference.model_rows import MODELS, ROWS, ModelRow, changed_row, tiny_model, tiny_row
+from measure.device import describe_machine, release_memory
+from measure.options import build_parser, parse_options, select_rows
 
 from llmb.config.model import Model
 from llmb.config.native.number_formats import FP8_RECIPES

@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from bench_report import BenchReport
-from device import describe_machine
-from device_timer import time_sustained
+from measure.bench_report import BenchReport
+from measure.device import describe_machine
+from measure.device_timer import time_sustained
 
 from llmb.ops.moe import fused_moe_fp4_triton, fused_moe_triton
 from llmb.ops.moe.align_triton import MoEGemmConfig

@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from native_serving import native_rows, predicted
-from outofcore_rows import LORA_ROWS, Row, models, planned
-from outofcore_rows import ROWS as OUT_OF_CORE_ROWS
-from train_rows import ROWS as TRAINING_ROWS
-from train_rows import configuration
+from outofcore.outofcore_rows import LORA_ROWS, Row, models, planned
+from outofcore.outofcore_rows import ROWS as OUT_OF_CORE_ROWS
+from prediction.native_serving import FIGURES, native_rows, predicted
+from training.train_rows import ROWS as TRAINING_ROWS
+from training.train_rows import configuration
 
 from llmb.config.model import MambaConfig, Model
 from llmb.config.overrides import from_arguments
@@ -38,7 +38,6 @@ from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import setup_of
 from llmb.report.table import render
 
-FIGURES = Path(__file__).with_name("native_rows.yaml")
 AIM = 5.0  # percent
 PER_STEP = ("optimizer", "overhead")  # terms that a micro-batch does not have
 

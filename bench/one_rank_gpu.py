@@ -17,8 +17,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from bench_report import BenchReport
-from options import build_parser, parse_options, select_rows
+from measure.bench_report import BenchReport
+from measure.options import build_parser, parse_options, select_rows
 
 from llmb.config.serialization import build
 from llmb.config.spec import RunConfig

@@ -21,11 +21,11 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from device import DeviceReport, release_memory
-from options import select_rows
-from outofcore_bench import measured_rates
-from outofcore_rows import models, tiny_models
-from outofcore_training import Order, Trained, train
+from measure.device import DeviceReport, release_memory
+from measure.options import select_rows
+from outofcore.outofcore_bench import measured_rates
+from outofcore.outofcore_rows import models, tiny_models
+from outofcore.outofcore_training import Order, Trained, train
 
 from llmb.config.model import Model
 from llmb.models.llama_layer.linear_gemms import LinearGemms

@@ -20,17 +20,17 @@ import os
 import time
 from pathlib import Path
 
-from options import build_parser, parse_options, select_rows
-from outofcore_rows import ROWS
+from measure.options import build_parser, parse_options, select_rows
+from outofcore.outofcore_rows import ROWS
 
 PARTS = ("rates", "rows", "batch", "peer")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the requested parts. Imports torch here: processes that only plan do not need it."""
-    from outofcore_bench import Bench
-    from outofcore_peers import peers
-    from outofcore_table import table
+    from outofcore.outofcore_bench import Bench
+    from outofcore.outofcore_peers import peers
+    from outofcore.outofcore_table import table
 
     parts, rows = options.parts, select_rows(ROWS, options.row)
     bench = Bench.of(options, rows, None if options.profile is None else Path(options.profile) / "profile")

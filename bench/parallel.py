@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from train_process import trained_steps
+from training.train_process import trained_steps
 
 from llmb.config.model import Model, MoEConfig
 from llmb.config.spec import Machine, Parallel, Precision, Profile, RunConfig, Training
@@ -36,7 +36,7 @@ from llmb.train.parallel.context_parallel import apply_context_parallel
 from llmb.train.parallel.expert_parallel import apply_expert_parallel
 from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallel.pipeline import build_stages
+from llmb.train.parallel.pipeline_stages import build_stages
 from llmb.train.parallel.tensor_parallel import apply_tensor_parallel
 from llmb.train.parallelize import apply_passes, bucket_formats, init_weights
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from pathlib import Path
 
-from bench_report import BenchReport
 from fp8_convergence import configuration, losses_of, shipped_text
+from measure.bench_report import BenchReport
 
 from llmb.config.parallel_layout import format_layout
 from llmb.config.serialization import to_plain

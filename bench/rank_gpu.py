@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from bench_report import BenchReport
-from device import describe_machine, gpu_name, release_memory
-from device_timer import time_sustained
-from options import build_parser, parse_options, select_rows
+from measure.bench_report import BenchReport
+from measure.device import describe_machine, gpu_name, release_memory
+from measure.device_timer import time_sustained
+from measure.options import build_parser, parse_options, select_rows
 from torch import Tensor
-from train_rows import GROK, LLAMA, NEMOTRON
+from training.train_rows import GROK, LLAMA, NEMOTRON
 
 from llmb.config.model import Model
 from llmb.config.recipe import load_all, shipped

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench_report import BenchReport
+from measure.bench_report import BenchReport
 
 AIM_GIB, AIM_S = 5, 60.0
 STEP = (

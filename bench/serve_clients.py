@@ -31,10 +31,10 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from external_clients import CLIENTS, ClientFigures, ClientLoad, environment_of, run_client
-from options import select_rows
-from server_process import running_server
-from tiny_llama import MEDIUM, SMALL, server_config, write_tiny_llama
+from inference.external_clients import CLIENTS, ClientFigures, ClientLoad, environment_of, run_client
+from inference.server_process import running_server
+from inference.tiny_llama import MEDIUM, SMALL, server_config, write_tiny_llama
+from measure.options import select_rows
 
 from llmb.config.serialization import to_plain
 from llmb.loadgen.prompt_text import TextWriter, load_tokenizer

@@ -27,8 +27,8 @@ from random import Random
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
-from options import build_parser, parse_options, select_rows
-from server_process import running_server
+from inference.server_process import running_server
+from measure.options import build_parser, parse_options, select_rows
 
 from llmb.config.load_settings import LoadSettings
 from llmb.config.model import Model

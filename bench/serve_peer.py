@@ -25,10 +25,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from external_clients import ClientLoad, environment_of, run_client
-from options import select_rows
+from inference.external_clients import ClientLoad, environment_of, run_client
+from inference.tiny_llama import MEDIUM, SMALL, write_tiny_llama
+from measure.options import select_rows
 from serve_clients import FIGURES, ROWS, Row, median_of, pinned, print_table, prompts, server, server_command
-from tiny_llama import MEDIUM, SMALL, write_tiny_llama
 
 SERVERS = ("llmb", "vllm")
 PORT = 8077

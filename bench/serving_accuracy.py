@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 from accuracy import table
-from native_serving import native_cells, with_native
-from ratio_picture import ratio_svg
-from serving_fit import METRICS, Predicted, Rows, Sample, fitted, sample
-from serving_peers import offline_table, unseen_rows
+from prediction.native_serving import native_cells, with_native
+from prediction.ratio_picture import ratio_svg
+from prediction.serving_fit import METRICS, Predicted, Rows, Sample, fitted, sample
+from prediction.serving_peers import offline_table, unseen_rows
 
 from llmb.perfmodel.serving_time.row_rules import left_out_rows
 from llmb.perfmodel.serving_time.serving_constants import (
@@ -286,12 +286,12 @@ one with the largest errors, and 1.47 times as wide, as three GPUs say little ab
 normal distribution). The only check is the maximum throughput of TensorRT-LLM's tables, which no fit has seen:"""
 
 NATIVE = """Whole runs with all requests at once, one request alone, and a sweep over HTTP of two requests per client
-(`bench/native_rows.yaml`; aim: 5 %). Its scheduler is followed step by step (`scheduled_run.py`); the constants named
-`..._native` are fitted to rows of Llama 8B alone, but for those of block scales, experts and fp8 attention, which are
-measured times of their kernels, and for decode attention of MLA, which is the rest of one step of DeepSeek-R1 layers.
-GEMM rates and kernel times are those of the published rows. Rows of gpt-oss were measured with kernels that have been
-replaced since, and are predicted with the rates of those, timed alone. With 8 and with 64 clients a few prompts of the
-sweep waited several times as long as the others, which the prediction does not explain."""
+(`bench/prediction/native_rows.yaml`; aim: 5 %). Its scheduler is followed step by step (`scheduled_run.py`); the
+constants named `..._native` are fitted to rows of Llama 8B alone, but for those of block scales, experts and fp8
+attention, which are measured times of their kernels, and for decode attention of MLA, which is the rest of one step of
+DeepSeek-R1 layers. GEMM rates and kernel times are those of the published rows. Rows of gpt-oss were measured with
+kernels that have been replaced since, and are predicted with the rates of those, timed alone. With 8 and with 64
+clients a few prompts of the sweep waited several times as long as the others, which the prediction does not explain."""
 
 MISSES = """Likely causes:
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from bench_report import BenchReport
-from device import describe_machine
-from device_timer import DeviceTimer, captured
-from infer_rates import bandwidths
+from inference.infer_rates import bandwidths
+from measure.bench_report import BenchReport
+from measure.device import describe_machine
+from measure.device_timer import DeviceTimer, captured
 from torch import Tensor
 
 from llmb.ops.attention import paged_attention_triton

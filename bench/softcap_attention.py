@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from bench_report import BenchReport
-from device import describe_machine
-from device_timer import time_sustained
+from measure.bench_report import BenchReport
+from measure.device import describe_machine
+from measure.device_timer import time_sustained
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention

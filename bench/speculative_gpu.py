@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from device import describe_machine
 from infer_gpu import models, tiny_models
-from infer_serving import Row, config_of, open_engine
+from inference.infer_serving import Row, config_of, open_engine
+from measure.device import describe_machine
 
 from llmb.config.native.speculation import read_acceptance, with_draft
 from llmb.config.spec import Inference, RunConfig

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_report import BenchReport
-from device import describe_machine
-from infer_rates import bandwidths
+from inference.infer_rates import bandwidths
+from measure.bench_report import BenchReport
+from measure.device import describe_machine
 from serving_kernels import error, time_in_turns
 from torch import Tensor
 from triton import next_power_of_2

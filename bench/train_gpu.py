@@ -24,8 +24,8 @@ import argparse
 import sys
 import time
 
-from options import build_parser, parse_options, select_rows
-from train_rows import ROWS, without_aims
+from measure.options import build_parser, parse_options, select_rows
+from training.train_rows import ROWS, without_aims
 
 from llmb.errors import LlmbError
 
@@ -35,9 +35,9 @@ PARTS = ("rates", "rows", "kernels", "memory", "peers")
 def run(options: argparse.Namespace) -> None:
     """Run the requested parts."""
     import torch
-    from train_bench import Bench
-    from train_peers import peers, start_peers
-    from train_table import memory, rates, rows
+    from training.train_bench import Bench
+    from training.train_peers import peers, start_peers
+    from training.train_table import memory, rates, rows
 
     parts = options.parts
     bench = Bench(

@@ -4,9 +4,9 @@
     python bench/train_peer.py --kind best --seqlen 65536 --mbs 1 --gbs 1 --device-gib 78 --checkpointing
 
     transformers   LlamaForCausalLM as it is, its own loss of all logits
-    liger          the same with Liger-Kernel's RMSNorm, RoPE, SwiGLU and fused loss (`peer_llama.py`)
+    liger          the same with Liger-Kernel's RMSNorm, RoPE, SwiGLU and fused loss (`training/peer_llama.py`)
     best           liger where `liger_kernel` can be imported, else transformers with its loss in chunks of tokens
-    torchtitan     its Llama 3, blocks and loss compiled, cuDNN attention; fp8 by torchao (`peer_titan.py`)
+    torchtitan     its Llama 3, blocks and loss compiled, cuDNN attention; fp8 by torchao (`training/peer_titan.py`)
 
 Random weights in bf16, torch's fused AdamW with state in bf16, random tokens, gradients of micro-batches added up. With
 transformers' Llama, `--checkpointing` is its gradient checkpointing of every layer; `--offload`
@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
-from peer_process import print_result
+from measure.peer_process import print_result
 
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES
@@ -32,7 +32,7 @@ from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES
 def peer(options: argparse.Namespace) -> dict[str, Any]:
     """Build it, step, time; with fewer sequences at once where those asked for do not fit."""
     import torch
-    from device import release_memory
+    from measure.device import release_memory
 
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     _limit_memory(options, device)
@@ -65,7 +65,7 @@ def _stepped(
     network: Any, optimizer: Any, vocab: int, mbs: int, options: argparse.Namespace, device: Any
 ) -> dict[str, Any]:
     import torch
-    from device import synchronize
+    from measure.device import synchronize
 
     losses, seconds = [], []
     for sequences in (min(2 * mbs, options.gbs), *options.steps * [options.gbs]):  # the first only to warm up
@@ -95,7 +95,7 @@ def _stepped(
 def _transformers(options: argparse.Namespace, device: Any) -> tuple[Any, int, dict[str, str]]:
     import torch
     import transformers
-    from peer_llama import apply_liger, filled, shaped
+    from training.peer_llama import apply_liger, filled, shaped
 
     fused = options.kind != "transformers" and apply_liger(device)
     if options.kind == "liger" and not fused:
@@ -126,7 +126,7 @@ def _shard(network: Any, device: Any) -> None:
 
 
 def _torchtitan(options: argparse.Namespace, device: Any) -> tuple[Any, int, dict[str, str]]:
-    from peer_titan import titan_llama, titan_version
+    from training.peer_titan import titan_llama, titan_version
 
     network = titan_llama(options.tiny, options.seqlen, options.dtype == "fp8", device)
     how = "blocks and loss compiled" + (", torchao float8, a scale a tensor" if options.dtype == "fp8" else "")
@@ -155,7 +155,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")
     parser.add_argument("--wait", action="store_true", help="import everything, then begin when a line is typed")
     options = parser.parse_args()
-    print_result(peer, options, ("peer_titan" if options.kind == "torchtitan" else "peer_llama",), options.wait)
+    print_result(
+        peer, options, (f"training.peer_{'titan' if options.kind == 'torchtitan' else 'llama'}",), options.wait
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from llmb.perfmodel.step_time.step_constants import calibrated, constants
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 accuracy = import_module("accuracy")
-layout_ranking = import_module("layout_ranking")
+layout_ranking = import_module("prediction.layout_ranking")
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
 LLAMA = {"source": "v25.04", "model": "llama3.1", "size": "8b", "gpu": "h100", "dtype": "bf16", "seqlen": "8192",
          "mbs": "1", "tp": "1", "cp": "2"}  # fmt: skip

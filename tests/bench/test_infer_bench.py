@@ -23,7 +23,9 @@ from llmb.serve.weights.weight_source import RandomWeights
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
-ceilings, kernels, program = (import_module(name) for name in ("infer_ceilings", "infer_kernels", "infer_gpu"))
+ceilings, kernels, program = (
+    import_module(name) for name in ("inference.infer_ceilings", "inference.infer_kernels", "infer_gpu")
+)
 
 FP8 = Precision(dtype="fp8", kv_dtype="fp8")
 BF16 = Precision(dtype="bf16", kv_dtype="bf16")
@@ -85,7 +87,7 @@ def test_models_bench_runs_without_a_gpu(tmp_path):
 
 
 def test_a_changed_row_of_a_published_model_has_that_budget_and_fp8_recipe():
-    from model_rows import ROWS, changed_row
+    from inference.model_rows import ROWS, changed_row
 
     qwen, oss = (next(row for row in ROWS if row.model == model) for model in ("Qwen3-32B", "gpt-oss-20b"))
     changed = changed_row(qwen, 512, "channelwise")
@@ -184,7 +186,7 @@ def test_ceilings_count_the_cache_of_the_engine(which, precision):
     model = program.tiny_models()[which]
     row = program.Row(dtype=precision.dtype, isl=8, osl=8, batch=1, budget=8, requests=1)
     device = torch.device("cpu")
-    how = serving_dtypes(import_module("infer_serving").config_of(model, row, device))
+    how = serving_dtypes(import_module("inference.infer_serving").config_of(model, row, device))
     stack = build_served_model(model, RandomWeights(model, 1, how.dtype, device), how, RankGroups(device=device))
     held = sum(mixer.bytes_per_token for mixer in stack.mixers())
     assert held == model.layers * ceilings.cached_bytes(model, precision)
@@ -254,5 +256,5 @@ def test_program_of_batches_and_drafts_runs_on_any_machine(tmp_path, program):
 
 def test_block_scaled_product_is_that_of_the_values() -> None:
     x8_NK, w8_OK = (torch.randn(rows, 256).to(torch.float8_e4m3fn) for rows in (32, 384))
-    out_NO = import_module("scaled_product").scaled_product(x8_NK, w8_OK, "blockwise")()
+    out_NO = import_module("measure.scaled_product").scaled_product(x8_NK, w8_OK, "blockwise")()
     assert torch.equal(out_NO, (x8_NK.float() @ w8_OK.float().T).bfloat16())

@@ -21,10 +21,10 @@ from llmb.perfmodel.offload.machine_rates import H200, NOMINAL_CPU, Rates
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
-rows = import_module("outofcore_rows")
-table = import_module("outofcore_table")
-peers = import_module("outofcore_peers")
-bench_of = import_module("outofcore_bench")
+rows = import_module("outofcore.outofcore_rows")
+table = import_module("outofcore.outofcore_table")
+peers = import_module("outofcore.outofcore_peers")
+bench_of = import_module("outofcore.outofcore_bench")
 ENVIRONMENT = {"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
 
 

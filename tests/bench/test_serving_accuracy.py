@@ -13,9 +13,9 @@ from llmb.perfmodel.serving_time.serving_rows import read_serving_rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 serving_accuracy = import_module("serving_accuracy")
-serving_fit = import_module("serving_fit")
-native_serving = import_module("native_serving")
-ratio_picture = import_module("ratio_picture")
+serving_fit = import_module("prediction.serving_fit")
+native_serving = import_module("prediction.native_serving")
+ratio_picture = import_module("prediction.ratio_picture")
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_serving_rows.csv"
 
 

@@ -15,7 +15,8 @@ from llmb.perfmodel import block_costs, flops
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 rows, calls, bounds, trace, table, bench_of, peers = (
-    import_module(f"train_{name}") for name in ("rows", "calls", "lower_bounds", "trace", "table", "bench", "peers")
+    import_module(f"training.train_{name}")
+    for name in ("rows", "calls", "lower_bounds", "trace", "table", "bench", "peers")
 )
 ENVIRONMENT = {"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
 LLAMA = rows.ROWS[0]
@@ -182,7 +183,7 @@ def test_mean_of_the_times_before_and_after_a_row_counts(tmp_path, monkeypatch):
     running = bench(tmp_path, LLAMA)
     config = running.configuration(LLAMA)
     for seconds in (1.0, 3.0):
-        monkeypatch.setattr("train_bench.measured", lambda calls, *_, each=seconds: dict.fromkeys(calls, each))
+        monkeypatch.setattr("training.train_bench.measured", lambda calls, *_, each=seconds: dict.fromkeys(calls, each))
         running.remeasure(config) if running.seconds else running.measure(config)
     assert set(running.seconds.values()) == {2.0}
 
@@ -253,9 +254,9 @@ def test_the_whole_program_runs_on_any_machine(tmp_path):
 def test_ceilings_with_and_without_other_libraries_are_kept_apart(tmp_path, monkeypatch):
     running = bench(tmp_path, LLAMA)
     config = running.configuration(LLAMA)
-    monkeypatch.setattr("train_bench.has_flash4", lambda _device: True)
+    monkeypatch.setattr("training.train_bench.has_flash4", lambda _device: True)
     monkeypatch.setattr(
-        "train_bench.measured", lambda calls, *arguments: dict.fromkeys(calls, 2.0 if arguments[-1] else 1.0)
+        "training.train_bench.measured", lambda calls, *arguments: dict.fromkeys(calls, 2.0 if arguments[-1] else 1.0)
     )
     assert running.ceiling(config) == 2 * running.ceiling(config, torch_only=True)
     running.remeasure(config)

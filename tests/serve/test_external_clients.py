@@ -12,8 +12,8 @@ from live_server import LiveServer, write_config
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-from external_clients import CLIENTS, ClientLoad, environment_of, run_client
-from tiny_llama import SMALL, server_config, write_tiny_llama
+from inference.external_clients import CLIENTS, ClientLoad, environment_of, run_client
+from inference.tiny_llama import SMALL, server_config, write_tiny_llama
 
 from llmb.loadgen.prompt_text import TextWriter, load_tokenizer
 

@@ -3,8 +3,8 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-from infer_bench import Bench
-from infer_ceilings import (
+from inference.infer_bench import Bench
+from inference.infer_ceilings import (
     Rates,
     Term,
     ceiling,
@@ -16,10 +16,9 @@ from infer_ceilings import (
     step_of_one_gpu,
     terms,
 )
-from infer_kernels import profiled
-from infer_profile import print_profile, small_kernel_bounds
-from infer_serving import Row, config_of, decode, open_engine, prefill, submit, with_longer_sequences
-
+from inference.infer_kernels import profiled
+from inference.infer_profile import print_profile, small_kernel_bounds
+from inference.infer_serving import Row, config_of, decode, open_engine, prefill, submit, with_longer_sequences
 from llmb.serve.engine import Engine
 
 AIM = 0.7  # of the ceiling

@@ -14,7 +14,7 @@ from pathlib import Path
 from llmb.config.model import Model
 from llmb.config.spec import Inference, Machine, Parallel, Precision, RunConfig
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 EOS = "<|endoftext|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

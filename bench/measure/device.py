@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from bench_report import BenchReport
 
 from llmb.errors import LaunchError
 from llmb.perfmodel import hardware
+from measure.bench_report import BenchReport
 
 
 def describe_machine(device: torch.device) -> str:

@@ -6,8 +6,12 @@ only weights, attention's output and its gradients need a pass of their own; gra
 in epilogues of GEMMs. Nothing is recomputed.
 """
 
-from train_calls import AttentionCall, Call, GemmCall, MemoryCall, calls_of
-from train_trace import (
+from llmb.config.model import Model
+from llmb.config.spec import RunConfig, Training
+from llmb.perfmodel import block_costs, params
+from llmb.perfmodel.memory_estimate import memory_estimate
+from training.train_calls import AttentionCall, Call, GemmCall, MemoryCall, calls_of
+from training.train_trace import (
     ADDING,
     ATTENTION,
     COPIES,
@@ -20,11 +24,6 @@ from train_trace import (
     SMALL,
     Size,
 )
-
-from llmb.config.model import Model
-from llmb.config.spec import RunConfig, Training
-from llmb.perfmodel import block_costs, params
-from llmb.perfmodel.memory_estimate import memory_estimate
 
 VALUE = params.BYTES["bf16"]
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from infer_ceilings import DECODE, EXPERTS, PREFILL, PRODUCTS, SAMPLING, SMALL, Step
-from infer_serving import Row, submit
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from inference.infer_ceilings import DECODE, EXPERTS, PREFILL, PRODUCTS, SAMPLING, SMALL, Step
+from inference.infer_serving import Row, submit
 from llmb.config.model import Model
 from llmb.serve.engine import Engine
 from llmb.serve.step_batch import StepBatch

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 
 import torch
-from device import DeviceReport, release_memory
-from device_timer import copy_bandwidth
-from train_calls import Call, MemoryCall, TimedCall, calls_of, step_seconds
-from train_rates import has_flash4, measured
-from train_rows import FEWEST, Row, configuration, tiny_configuration
-from train_run import Order
+from measure.device import DeviceReport, release_memory
+from measure.device_timer import copy_bandwidth
 
 from llmb.config.spec import RunConfig
 from llmb.perfmodel.hardware import GIB
+from training.train_calls import Call, MemoryCall, TimedCall, calls_of, step_seconds
+from training.train_rates import has_flash4, measured
+from training.train_rows import FEWEST, Row, configuration, tiny_configuration
+from training.train_run import Order
 
 TURNS_S = 1.5  # in which the calls of a row take turns
 SETTLING_S = 2.0  # behind a row's first step, while clocks fall

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 import torch
-from device import release_memory
-from device_timer import DeviceTimer
+from measure.device import release_memory
+from measure.device_timer import DeviceTimer
 from torch import Tensor
 
 from llmb.config.model import Model

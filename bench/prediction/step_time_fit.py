@@ -7,11 +7,11 @@ prediction (Cauchy weights), so that one series or one outlier does not decide.
 from collections.abc import Sequence
 
 import numpy as np
-from log_fit import ROUNDS, group_weights, least_squares
 
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.step_constants import constants
 from llmb.perfmodel.step_time.waterfall import StepWork, step_terms
+from prediction.log_fit import ROUNDS, group_weights, least_squares
 
 NOISE = 0.05  # of a published step time: the same configuration differs by about this between releases
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from device import DeviceReport, release_memory
-from outofcore_rows import Row, models, tiny_models, tiny_row
+from measure.device import DeviceReport, release_memory
 
 from llmb.config.model import Model
 from llmb.models.llama_layer.linear_gemms import LinearGemms
@@ -17,6 +16,7 @@ from llmb.offload.pinned_memory import HostSlab
 from llmb.perfmodel import hardware
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.report.plan_text import describe_rates
+from outofcore.outofcore_rows import Row, models, tiny_models, tiny_row
 
 PROBE_S = 4.0  # of the longest measurement of a rate
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from device_timer import captured, copy_bandwidth, time_sustained
-from infer_ceilings import product_shapes
-from scaled_product import scaled_product
+from measure.device_timer import captured, copy_bandwidth, time_sustained
+from measure.scaled_product import scaled_product
 from torch import Tensor
 
+from inference.infer_ceilings import product_shapes
 from llmb.config.model import Model
 from llmb.ops.quant.activation_quant import E4M3
 

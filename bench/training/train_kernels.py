@@ -3,15 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from train_bench import Bench
-from train_calls import step_seconds
-from train_lower_bounds import gemm_lower_bound, lower_bounds
-from train_rows import Row
-from train_run import PROFILED, Trained
-from train_trace import CLASSES, COPIES, IDLE, OTHER, StepBreakdown, split_trace
-
 from llmb.config.spec import RunConfig
 from llmb.perfmodel.hardware import TERA
+from training.train_bench import Bench
+from training.train_calls import step_seconds
+from training.train_lower_bounds import gemm_lower_bound, lower_bounds
+from training.train_rows import Row
+from training.train_run import PROFILED, Trained
+from training.train_trace import CLASSES, COPIES, IDLE, OTHER, StepBreakdown, split_trace
 
 IDLE_AIM = 0.01  # of the timeline
 NAMED = (COPIES, OTHER)  # classes whose longest kernels are named, so that nothing hides

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0
 # `vllm bench serve` without its command line, which looks for the metadata of a package called vllm.
 VLLM_BENCH = (

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peer_process import PeerProcess, describe_result
-from train_bench import Bench
-from train_rows import ROWS, Dtype, Row, work_of
+from measure.peer_process import PeerProcess, describe_result
+
+from training.train_bench import Bench
+from training.train_rows import ROWS, Dtype, Row, work_of
 
 COUNTED = 6  # sequences of steps that count, at least
 

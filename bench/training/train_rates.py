@@ -15,11 +15,10 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from device_timer import DeviceTimer, time_sustained
-from scaled_product import scaled_product
+from measure.device_timer import DeviceTimer, time_sustained
+from measure.scaled_product import scaled_product
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from train_calls import AttentionCall, Call, GemmCall, MemoryCall, TimedCall
 
 from llmb.ops.attention.attention_block import AttentionBlock
 from llmb.ops.attention.flash_attention_4 import FLASH4
@@ -29,6 +28,7 @@ from llmb.ops.gemm.algorithm_trial import time_interleaved
 from llmb.ops.gemm.matmul import matmul
 from llmb.ops.quant.activation_quant import E4M3
 from llmb.ops.quant.blockwise_quant import grouped_tokens
+from training.train_calls import AttentionCall, Call, GemmCall, MemoryCall, TimedCall
 
 Candidate = Callable[[], object]
 SETTLING = 1 / 3  # of a row's turns, which do not count

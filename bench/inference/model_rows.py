@@ -7,8 +7,7 @@ Figures are output tokens/s of TensorRT-LLM 1.1 on one H200, offline, from its p
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer_serving import Row
-
+from inference.infer_serving import Row
 from llmb.config.huggingface.hf_config import from_hf_config
 from llmb.config.model import Model
 from llmb.config.spec import Fp8Recipe, Precision

@@ -11,7 +11,7 @@ from llmb.errors import LaunchError
 from llmb.events import StepDone, read
 from llmb.launch.command import engine_environment
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained_steps(config: RunConfig, folder: Path) -> list[StepDone]:

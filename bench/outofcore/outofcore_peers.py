@@ -8,9 +8,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from device import release_memory
-from outofcore_bench import Bench
-from peer_process import describe_result, run_peer
+from measure.device import release_memory
+from measure.peer_process import describe_result, run_peer
+
+from outofcore.outofcore_bench import Bench
 
 
 @dataclass(frozen=True, kw_only=True)

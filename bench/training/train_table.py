@@ -5,17 +5,16 @@ import traceback
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from train_bench import Bench
-from train_calls import GemmCall, calls_of
-from train_kernels import kernels
-from train_rows import MEMORY_ROW, Row, within_memory, work_of
-from train_run import Order, Trained, trained
-
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import LlmbError
 from llmb.perfmodel import flops, metrics
 from llmb.perfmodel.hardware import GIB, TERA
 from llmb.runtime.run_ending import OutOfMemory
+from training.train_bench import Bench
+from training.train_calls import GemmCall, calls_of
+from training.train_kernels import kernels
+from training.train_rows import MEMORY_ROW, Row, within_memory, work_of
+from training.train_run import Order, Trained, trained
 
 SMALL_GIB = 78.0  # that 80 of an H100 leave beside its driver
 MEMORY_LOSS = 0.06  # of speed that fitting into it may cost

@@ -4,13 +4,13 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from infer_bench import Bench
-from infer_ceilings import Rates, Term, ceiling, decode_step, steady_step, terms
-from infer_kernels import Profiled, fill_to_steady_state, profiled
 from infer_peer import peer_load
-from infer_profile import print_profile, small_kernel_bounds
-from infer_serving import Decoded, Measured, Row, config_of, decode, like, measure, open_engine
 
+from inference.infer_bench import Bench
+from inference.infer_ceilings import Rates, Term, ceiling, decode_step, steady_step, terms
+from inference.infer_kernels import Profiled, fill_to_steady_state, profiled
+from inference.infer_profile import print_profile, small_kernel_bounds
+from inference.infer_serving import Decoded, Measured, Row, config_of, decode, like, measure, open_engine
 from llmb.config.spec import RunConfig
 from llmb.serve.engine import Engine
 

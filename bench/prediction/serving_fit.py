@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from log_fit import ROUNDS, group_weights, least_squares
 
 from llmb.perfmodel.serving_time.closed_loop import Load, load_of, loop_times
 from llmb.perfmodel.serving_time.serving_constants import serving_constants
@@ -15,6 +14,7 @@ from llmb.perfmodel.serving_time.serving_step import ServingRates, serving_rates
 from llmb.perfmodel.serving_time.serving_work import ServingWork, serving_work
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.fitted_constants import Constants
+from prediction.log_fit import ROUNDS, group_weights, least_squares
 
 METRICS = ("ttft", "tpot", "e2e")
 TPOT_NOISE, TTFT_NOISE = 0.07, 0.30  # log standard deviation of published values

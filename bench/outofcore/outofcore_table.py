@@ -9,10 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from device import release_memory
-from outofcore_bench import Bench
-from outofcore_rows import BATCH_ROW, LARGE_BATCH, Row, ceiling_s, plan_line, plans_of, tiny_row
-from outofcore_training import Order, Trained, train
+from measure.device import release_memory
 
 from llmb.errors import LaunchError
 from llmb.offload.arena import Budgets
@@ -25,6 +22,9 @@ from llmb.perfmodel.offload.simulator import simulate
 from llmb.perfmodel.offload.stream_timeline import StreamTimeline, write_timeline
 from llmb.report.table import number
 from llmb.report.timeline.profile_page import write_profile
+from outofcore.outofcore_bench import Bench
+from outofcore.outofcore_rows import BATCH_ROW, LARGE_BATCH, Row, ceiling_s, plan_line, plans_of, tiny_row
+from outofcore.outofcore_training import Order, Trained, train
 
 MEASURED_S = 30.0  # steps of a row count until there are enough or this is over
 LARGE_BATCH_LOSS = 0.03  # that a small batch may cost

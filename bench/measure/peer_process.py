@@ -17,10 +17,10 @@ from typing import Any
 
 
 class PeerProcess:
-    """A program in this folder that runs, or waits on its standard input for a line to begin."""
+    """A program of bench/ that runs, or waits on its standard input for a line to begin."""
 
     def __init__(self, program: str, arguments: Sequence[str]):
-        command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
+        command = [sys.executable, str(Path(__file__).parents[1] / program), *arguments]
         self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
 
     def result(self, limit_s: float) -> dict[str, Any]:

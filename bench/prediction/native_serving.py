@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from log_fit import least_squares
 
 from llmb.config.recipe import load_yaml
 from llmb.perfmodel.model_catalog import find_model
@@ -21,6 +20,7 @@ from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.measured_device import measured_device
+from prediction.log_fit import least_squares
 
 FIGURES = Path(__file__).with_name("native_rows.yaml")
 SECTIONS = ("serving", "decode", "deepseek", "sweep")

@@ -2,10 +2,9 @@
 
 from dataclasses import asdict
 
-from infer_bench import Bench
-from infer_ceilings import SAMPLING, SMALL, Rates, Step, Term, by_kind, small_bytes
-from infer_kernels import CLASSES, Profiled
-
+from inference.infer_bench import Bench
+from inference.infer_ceilings import SAMPLING, SMALL, Rates, Step, Term, by_kind, small_bytes
+from inference.infer_kernels import CLASSES, Profiled
 from llmb.config.model import Model
 from llmb.config.spec import Precision
 from llmb.perfmodel.params import BYTES

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from bench_report import BenchReport
-from infer_ceilings import Rates, steady_step
-from infer_rates import BLOCKWISE, head_rate, products_rate
-from infer_serving import Row
+from measure.bench_report import BenchReport
 
+from inference.infer_ceilings import Rates, steady_step
+from inference.infer_rates import BLOCKWISE, head_rate, products_rate
+from inference.infer_serving import Row
 from llmb.config.model import Model
 from llmb.config.native.number_formats import published_fp8_recipe
 

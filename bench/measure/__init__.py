@@ -1,0 +1,1 @@
+"""What programs that measure share: options, device, timer, tables, processes of peers."""

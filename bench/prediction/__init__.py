@@ -1,0 +1,1 @@
+"""Parts of accuracy.py, serving_accuracy.py and native_accuracy.py: fits, rankings, pictures."""
