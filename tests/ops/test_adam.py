@@ -122,7 +122,9 @@ def test_stochastic_rounding_is_unbiased(device: torch.device) -> None:
 
 def test_random_bits_are_uniform_and_uncorrelated() -> None:
     n = 2**16
-    draws = [random_bits(n, adam_scalars(**SETTINGS, step=1, seed=seed), torch.device("cpu")) for seed in (0, 1, 2**40)]
+    draws = [
+        random_bits(0, n, adam_scalars(**SETTINGS, step=1, seed=seed), torch.device("cpu")) for seed in (0, 1, 2**40)
+    ]
     streams = torch.stack([bits.double() for triple in draws for bits in triple]) / 2**16
     assert streams.min() >= 0
     assert streams.max() < 1
@@ -131,6 +133,16 @@ def test_random_bits_are_uniform_and_uncorrelated() -> None:
     assert (pairs - torch.eye(18)).abs().max() < 5 / n**0.5
     each_bit = torch.stack([(bits >> bit & 1).double().mean() for bit in range(16) for bits in draws[0]])
     assert (each_bit - 0.5).abs().max() < 5 * 0.5 / n**0.5
+
+
+@pytest.mark.parametrize("dtypes", STATES, ids=str)
+def test_blocks_of_a_cpu_give_the_bits_of_one(dtypes: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = state(dtypes, 3001, torch.device("cpu"))
+    whole = step_with("reference", tensors, dtypes)
+    monkeypatch.setattr("llmb.ops.optim.adam.CPU_BLOCK", 1000)
+    assert all(
+        same_bits(a, b) for a, b in zip(step_with("reference", tensors, dtypes), whole, strict=True) if b is not None
+    )
 
 
 def test_results_depend_on_the_seed_and_not_on_the_block_size(
