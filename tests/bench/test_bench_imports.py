@@ -1,4 +1,4 @@
-"""Programs of bench/, docs/ and examples/ import only what exists; most need a GPU, so nothing else runs their imports."""
+"""Programs of bench/, docs/ and examples/ import only what exists. Most need a GPU: nothing else runs their imports."""
 
 import ast
 import sys
