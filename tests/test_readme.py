@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -23,8 +24,17 @@ def printed_commands() -> list[str]:
     return commands
 
 
-def shortened(command: str) -> str:
-    return re.sub(r"--requests \d+", "--requests 8", re.sub(r"--set steps=\d+", "--set steps=3", command))
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def shortened(command: str, port: int) -> str:
+    """Return a command with fewer steps and requests; servers take a free port, as 8000 may be taken."""
+    command = re.sub(r"--requests \d+", "--requests 8", re.sub(r"--set steps=\d+", "--set steps=3", command))
+    command = command.replace("localhost:8000", f"localhost:{port}")
+    return f"{command} --port {port}" if command.startswith("llmb-run serve") else command
 
 
 def shortening(command: str) -> dict[str, str]:
@@ -40,10 +50,10 @@ def test_the_readme_has_commands():
 @pytest.mark.slow
 @pytest.mark.parametrize("as_printed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_every_printed_command_works(as_printed: bool):
-    servers = []
+    servers, port = [], free_port()
     try:
         for printed in printed_commands():
-            command = printed if as_printed else shortened(printed)
+            command = printed if as_printed else shortened(printed, port)
             environment = os.environ | ({} if as_printed else shortening(command))
             if command.startswith("llmb-run serve"):  # serves the commands after it, which wait until it is ready
                 servers.append(subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=ROOT, env=environment))
