@@ -1,6 +1,7 @@
 """NVML of one GPU with the UUID GPU-1234: constant power, clocks that step down, a power cap."""
 
 import time
+from collections.abc import Callable
 
 
 class FakeNvml:
@@ -8,8 +9,11 @@ class FakeNvml:
 
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
 
-    def __init__(self, watts: float = 200.0, missing: tuple[str, ...] = ()):
-        self.watts, self.began = watts, time.perf_counter()
+    def __init__(
+        self, watts: float = 200.0, missing: tuple[str, ...] = (), clock: Callable[[], float] = time.perf_counter
+    ):
+        self.watts, self.clock = watts, clock
+        self.began = clock()
         self.reads = 0
         for name in missing:
             setattr(self, name, self._not_supported)
@@ -25,7 +29,7 @@ class FakeNvml:
         return name
 
     def nvmlDeviceGetTotalEnergyConsumption(self, gpu: str) -> int:
-        return int((time.perf_counter() - self.began) * self.watts * 1e3)
+        return int((self.clock() - self.began) * self.watts * 1e3)
 
     def nvmlDeviceGetPowerUsage(self, gpu: str) -> int:
         self.reads += 1

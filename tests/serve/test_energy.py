@@ -1,6 +1,5 @@
 """Energy counter and sampled power of a fake NVML driver."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,29 @@ def sampler(folder: Path, nvml: FakeNvml) -> GpuSampler:
     return GpuSampler(EventRecorder(folder, 0), GPU, measured=False, gpu=NvmlGpu(nvml, "GPU-1234"), interval_s=0.01)
 
 
-def test_counter_and_sampled_power_agree_at_constant_power(tmp_path: Path) -> None:
-    with sampler(tmp_path, FakeNvml()) as samples, EnergyMeter(samples) as meter:
-        time.sleep(0.2)
+class Clock:
+    """A clock that only a test advances."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    time = perf_counter  # of the samples' events
+    thread_time = perf_counter
+
+
+def test_counter_and_sampled_power_agree_at_constant_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    for module in ("llmb.runtime.gpu_sampler", "llmb.serve.benchmark.energy"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    nvml = FakeNvml(clock=clock.perf_counter)
+    with sampler(tmp_path, nvml) as samples, EnergyMeter(samples) as meter:
+        clock.now = 2.0
     energy = meter.energy
     assert energy.note is None
-    assert energy.joules == pytest.approx(energy.power_joules, rel=0.05)
-    assert energy.mean_power_w == pytest.approx(200, rel=0.05)
+    assert (energy.joules, energy.mean_power_w) == (400.0, 200.0)
+    assert energy.power_joules == pytest.approx(400.0)
 
 
 def test_missing_counter_is_noted(tmp_path: Path) -> None:
