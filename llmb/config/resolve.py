@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from llmb.config.lr_schedule import LR_FIELDS, fill_lr_steps, with_default_lr
+from llmb.config.model import Model
 from llmb.config.native.departures import adapt_to_engine, check_engine_support
 from llmb.config.native.number_formats import check_fp8_recipe
 from llmb.config.native.one_rank import with_one_rank
 from llmb.config.native.speculation import with_draft
+from llmb.config.overrides import Setting
 from llmb.config.parallel_layout import (
     accumulation_steps,
     check_has_experts,
@@ -32,7 +34,7 @@ from llmb.config.run_model import at_true_width, base_model, changed_model, chec
 from llmb.config.serialization import build, field_types
 from llmb.config.serving_settings import check_settings, proxy_fp8_recipe, replace_fp8_cache, update_dependent
 from llmb.config.settable_fields import apply_settings, check_row, settable_sections, settable_types
-from llmb.config.spec import Limits, Machine, Override, Parallel, Profile, Reference, RunConfig
+from llmb.config.spec import Limits, Machine, OutOfCore, Override, Parallel, Profile, Reference, RunConfig
 from llmb.config.step_windows import fit_window, refuse_without_effect, shorten_trace
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
@@ -94,68 +96,20 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     selectors = inference_selectors(recipe, settings)
     row, row_overrides = choose_row(recipe, request, selectors)
     gpu = request.gpu or ("cpu" if request.uses_proxy else gpu_of(row, recipe))
-    types = settable_types(recipe.kind)
-    values = {**recipe.defaults, **{k: v for k, v in row.items() if k not in NOT_SETTINGS}, "dtype": request.dtype}
-    values = {k: _first(v) if k in ("mode", "use_case") else v for k, v in values.items()} | selectors
-    check_row(values, types, recipe)
-    for name in REQUIRED.get(recipe.kind, ()):
-        if values.get(name) is None:
-            raise ConfigError(f"{recipe.workload}: its row for {request.size} {request.dtype} has no cell {name}")
-    if request.proxy == "true-width":
-        values |= {k: v for k, v in {"seqlen": recipe.defaults.get("seqlen"), "mbs": 1}.items() if k in values and v}
-        values |= row.get("true_width", {})
-    if values.get("gbs") is not None:
-        values["gbs"] = per_gpus(values["gbs"], request.gpus, "gbs")
+    values = _row_values(recipe, request, row, selectors)
     layout = scale_down(values, recipe, request, selectors)
-    as_printed = dict(values)
-    overrides = [*row_overrides, *apply_settings(values, types, settings, recipe)]
-    if recipe.kind == "inference":
-        overrides += update_dependent(values, as_printed, {o.field for o in overrides})
-        overrides += replace_fp8_cache(values, gpu, {o.field for o in overrides})
-    if recipe.kind == "outofcore" and request.uses_proxy:
-        _leave_to_the_plan(values, {o.field for o in overrides})
-    shorten_trace(values, overrides)
-    fit_window(values, overrides)
-    fill_lr_steps(values)
-    refuse_without_effect(values, overrides, request.gpus)
-    check_fp8_recipe(values.get("fp8_recipe"), recipe.kind, request.dtype)
-    parallel = build(Parallel, {k: v for k, v in values.items() if k in field_types(Parallel)}, "parallel")
-    check_has_experts(parallel, recipe.model(request.size))  # before a number for ep is proposed
-    parallel = check_ranks(parallel, request.gpus)
-    if layout is not None and recipe.kind == "training":
-        fit_to_ranks(values, parallel, {o.field for o in overrides})
-    base, proxy_notes = base_model(recipe, request, row, parallel, values)
-    model, model_overrides = changed_model(base, request)
-    check_heads(model)
-    check_layout(parallel, model, values)
-    proxy_notes += [f"{o.field}={o.value}" for o in model_overrides]
-    proxy_notes += [f"{layout} {format_layout(parallel)}"] if layout is not None else []
+    overrides = _override(values, recipe, request, gpu, settings, row_overrides)
+    overridden = {o.field for o in overrides}
+    parallel = _parallel(values, recipe, request, layout, overridden)
+    model, model_overrides, proxy_notes = _model(values, recipe, request, row, parallel, layout)
     if recipe.kind == "training":
-        check_sequence(values["seqlen"], parallel)
-        values["ga"] = accumulation_steps(values["gbs"], values["mbs"], parallel.dp)
-        check_schedule(values["ga"], parallel)
-        for name in ("recompute_layers", "offload_layers"):
-            if values.get(name, 0) > model.layers:
-                raise ConfigError(f"{name}: {values[name]} is more than the {model.layers} layers of {model.name}")
-    sections: dict[str, Any] = {
-        name: build(kind, {k: v for k, v in values.items() if k in field_types(kind)}, name)
-        for name, kind in settable_sections(recipe.kind).items()
-        if name != "parallel"
-    }
-    if recipe.kind == "inference" and request.proxy != "true-width" and proxy_notes:
-        sections["precision"], note = proxy_fp8_recipe(model, sections["precision"])
-        proxy_notes += [note] if note else []
+        _check_batch(values, parallel, model)
+    sections, notes = _sections(values, recipe, request, model, is_proxy=bool(proxy_notes))
+    proxy_notes += notes
     if recipe.kind == "outofcore":
-        from llmb.perfmodel.offload.machine_rates import known_rates, rates_of
-        from llmb.perfmodel.offload.planner import (
-            plan_workload,  # imported here: no other run needs the planner, which is slow to import
-        )
-
-        rates = known_rates(gpu) if install is None else rates_of(gpu, install)
-        recipe_name = sections["precision"].fp8_recipe
-        sections["workload"] = plan_workload(sections["workload"], model, request.dtype, rates, recipe_name)
+        sections["workload"] = _planned(sections, model, request.dtype, gpu, install)
     sections["workload"] = with_default_lr(sections["workload"], model, values)
-    changed = tuple(overrides + model_overrides)
+    changed = (*overrides, *model_overrides)
     is_proxy = request.proxy is not None or bool(proxy_notes)
     config = RunConfig(
         engine=_engine(recipe, request, bool(proxy_notes)),
@@ -178,11 +132,113 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
         reference=None if proxy_notes else _reference(recipe, request, gpu, values, changed),
         **sections,
     )
+    return _adapted(config, recipe, request, overridden)
+
+
+def _row_values(recipe: Recipe, request: RunRequest, row: Row, selectors: dict[str, str]) -> Row:
+    """Return the settings of a row over the recipe's defaults, before any override."""
+    values = {**recipe.defaults, **{k: v for k, v in row.items() if k not in NOT_SETTINGS}, "dtype": request.dtype}
+    values = {k: _first(v) if k in ("mode", "use_case") else v for k, v in values.items()} | selectors
+    check_row(values, settable_types(recipe.kind), recipe)
+    for name in REQUIRED.get(recipe.kind, ()):
+        if values.get(name) is None:
+            raise ConfigError(f"{recipe.workload}: its row for {request.size} {request.dtype} has no cell {name}")
+    if request.proxy == "true-width":
+        values |= {k: v for k, v in {"seqlen": recipe.defaults.get("seqlen"), "mbs": 1}.items() if k in values and v}
+        values |= row.get("true_width", {})
+    if values.get("gbs") is not None:
+        values["gbs"] = per_gpus(values["gbs"], request.gpus, "gbs")
+    return values
+
+
+def _override(
+    values: Row,
+    recipe: Recipe,
+    request: RunRequest,
+    gpu: str,
+    settings: list[Setting],
+    row_overrides: list[Override],
+) -> list[Override]:
+    """Apply settings to the values of the row, and to those that depend on them; return every change made."""
+    as_printed = dict(values)
+    overrides = [*row_overrides, *apply_settings(values, settable_types(recipe.kind), settings, recipe)]
     if recipe.kind == "inference":
-        check_settings(config, {o.field for o in overrides})
+        overrides += update_dependent(values, as_printed, {o.field for o in overrides})
+        overrides += replace_fp8_cache(values, gpu, {o.field for o in overrides})
+    if recipe.kind == "outofcore" and request.uses_proxy:
+        _leave_to_the_plan(values, {o.field for o in overrides})
+    shorten_trace(values, overrides)
+    fit_window(values, overrides)
+    fill_lr_steps(values)
+    refuse_without_effect(values, overrides, request.gpus)
+    check_fp8_recipe(values.get("fp8_recipe"), recipe.kind, request.dtype)
+    return overrides
+
+
+def _parallel(values: Row, recipe: Recipe, request: RunRequest, layout: str | None, overridden: set[str]) -> Parallel:
+    """Return the checked layout; a training proxy's batch is made to fit its ranks."""
+    parallel = build(Parallel, {k: v for k, v in values.items() if k in field_types(Parallel)}, "parallel")
+    check_has_experts(parallel, recipe.model(request.size))  # before a number for ep is proposed
+    parallel = check_ranks(parallel, request.gpus)
+    if layout is not None and recipe.kind == "training":
+        fit_to_ranks(values, parallel, overridden)
+    return parallel
+
+
+def _model(
+    values: Row, recipe: Recipe, request: RunRequest, row: Row, parallel: Parallel, layout: str | None
+) -> tuple[Model, list[Override], list[str]]:
+    """Return the model, its overrides, and what makes it a proxy."""
+    base, proxy_notes = base_model(recipe, request, row, parallel, values)
+    model, overrides = changed_model(base, request)
+    check_heads(model)
+    check_layout(parallel, model, values)
+    proxy_notes += [f"{o.field}={o.value}" for o in overrides]
+    proxy_notes += [f"{layout} {format_layout(parallel)}"] if layout is not None else []
+    return model, overrides, proxy_notes
+
+
+def _check_batch(values: Row, parallel: Parallel, model: Model) -> None:
+    """Check sequence, batch and schedule of a training run, and set its accumulation steps."""
+    check_sequence(values["seqlen"], parallel)
+    values["ga"] = accumulation_steps(values["gbs"], values["mbs"], parallel.dp)
+    check_schedule(values["ga"], parallel)
+    for name in ("recompute_layers", "offload_layers"):
+        if values.get(name, 0) > model.layers:
+            raise ConfigError(f"{name}: {values[name]} is more than the {model.layers} layers of {model.name}")
+
+
+def _sections(
+    values: Row, recipe: Recipe, request: RunRequest, model: Model, *, is_proxy: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the sections of the RunConfig that settings fill, but for its layout; and a note of a proxy's scales."""
+    sections: dict[str, Any] = {
+        name: build(kind, {k: v for k, v in values.items() if k in field_types(kind)}, name)
+        for name, kind in settable_sections(recipe.kind).items()
+        if name != "parallel"
+    }
+    if recipe.kind != "inference" or request.proxy == "true-width" or not is_proxy:
+        return sections, []
+    sections["precision"], note = proxy_fp8_recipe(model, sections["precision"])
+    return sections, [note] if note else []
+
+
+def _planned(sections: dict[str, Any], model: Model, dtype: str, gpu: str, install: Path | None) -> OutOfCore:
+    """Return an out-of-core workload with its plan."""
+    from llmb.perfmodel.offload.machine_rates import known_rates, rates_of
+    from llmb.perfmodel.offload.planner import plan_workload  # no other run needs the planner, which is slow to import
+
+    rates = known_rates(gpu) if install is None else rates_of(gpu, install)
+    return plan_workload(sections["workload"], model, dtype, rates, sections["precision"].fp8_recipe)
+
+
+def _adapted(config: RunConfig, recipe: Recipe, request: RunRequest, overridden: set[str]) -> RunConfig:
+    """Return the configuration as its engine runs it; refuse what the engine cannot."""
+    if recipe.kind == "inference":
+        check_settings(config, overridden)
     if request.one_rank is not None:
         config = with_one_rank(config, request.one_rank, request.uses_proxy)
-    config = adapt_to_engine(config, {o.field for o in overrides})
+    config = adapt_to_engine(config, overridden)
     if request.proxy == "true-width":
         config = at_true_width(config, request.memory_gib)
     config = with_draft(config)
