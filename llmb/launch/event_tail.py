@@ -67,6 +67,11 @@ class EventTails:
         return [tail.ended for tail in self._by_rank.values() if tail.ended is not None]
 
     @property
+    def rank0_end(self) -> RunEnded | None:
+        """RunEnded that rank 0 has written."""
+        return next((end for end in self.ends if end.rank == 0), None)
+
+    @property
     def silent(self) -> list[int]:
         """Ranks that have started and not written a RunEnded."""
         return sorted(rank for rank, tail in self._by_rank.items() if tail.ended is None)

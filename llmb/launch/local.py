@@ -116,55 +116,19 @@ def run_local(
     start = time.monotonic()
     tails = EventTails(run_folder)
     oom_kills_before = oom_kills()
-    stop: Verdict | None = None
-    ends_before_stop: list[RunEnded] = []
-    interrupted: int | None = None
     with (
         InterruptSignals(launcher.signals if launcher else ()) as signals,
         _Engine(run_folder, command, settings, grace_s, launcher) as engine,
     ):
         write_pid_file(run_folder, engine.pid)
-        detector = HangDetector(config, engine)
-        while engine.is_running(POLL_S):
-            _deliver(tails, on_event, detector)
-            number = signals.pop()
-            interrupted = interrupted or number
-            if stop is not None:
-                if number == signal.SIGINT:
-                    engine.send(supervisor.KILL)
-                continue
-            if number is not None:
-                stop = _interrupt_verdict(number, launcher)
-            elif time.monotonic() - start > timeout_s:
-                stop = Verdict("timeout", f"stopped after the time limit of {timeout_s:g} s")
-            else:
-                stop = detector.verdict()
-            if stop is not None:
-                ends_before_stop = tails.ends
-                engine.send(supervisor.STOP)
-    if (late := signals.pop()) is not None:
-        interrupted = interrupted or late
-        if stop is None and launcher is not None and late in launcher.signals:
-            stop = launcher.verdict(late)  # the scheduler signals ranks and this process alike: they were faster
+        watch = _Watch(config, engine, tails, signals, launcher)
+        watch.until_end(on_event, start + timeout_s, timeout_s)
+    watch.take_late_signal()
     seconds = time.monotonic() - start
     _deliver(tails, on_event, finished=True)
-    rank0_end = next((end for end in tails.ends if end.rank == 0), None)
     log = read_log_tail(run_folder.log)
-    if engine.error is not None:
-        verdict = Verdict("failed", engine.error)
-    elif stop is not None:
-        verdict = stopped_run_verdict(stop, ends_before_stop, engine.exit_code, rank0_end)
-    else:
-        verdict = finished_run_verdict(
-            engine.exit_code,
-            tails.ends,
-            log,
-            tails.silent,
-            single_rank=config.launch_machine.gpus == 1 or config.engine == "openai",
-            oom_kills=_oom_kills_since(oom_kills_before),
-            memory=peak_usage(),
-            launcher=launcher.name if launcher is not None else None,
-        )
+    verdict = _verdict(config, engine, watch, tails, log, _oom_kills_since(oom_kills_before))
+    rank0_end = tails.rank0_end
     lines = [] if verdict.failed_rank is None else last_lines(verdict.failed_rank, log)
     if rank0_end is None or lines or verdict != (rank0_end.status, rank0_end.reason, rank0_end.failed_rank):
         _append_end(run_folder, RunEnded(time=time.time(), **verdict._asdict(), last_lines=tuple(lines)))
@@ -172,7 +136,73 @@ def run_local(
     if engine.error is not None:
         raise LaunchError(engine.error)
     exit_code = next(iter(exit_codes(log).values()), engine.exit_code)  # torchrun itself exits with 1 in every case
-    return RunOutcome(verdict.status, verdict.reason, exit_code, seconds, interrupted, verdict.failed_rank)
+    return RunOutcome(verdict.status, verdict.reason, exit_code, seconds, watch.interrupted, verdict.failed_rank)
+
+
+class _Watch:
+    """Delivers the events of a running engine, and stops it after a signal, at its time limit or when it hangs."""
+
+    stop: Verdict | None = None  # why it was stopped
+    ends_before_stop: Sequence[RunEnded] = ()
+    interrupted: int | None = None  # by which signal
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: "_Engine",
+        tails: EventTails,
+        signals: InterruptSignals,
+        launcher: Launcher | None,
+    ):
+        self._engine, self._tails, self._signals, self.launcher = engine, tails, signals, launcher
+        self._detector = HangDetector(config, engine)
+
+    def until_end(self, on_event: Callable[[Event], None], deadline: float, timeout_s: float) -> None:
+        """Return when the engine has ended by itself or after its stop."""
+        while self._engine.is_running(POLL_S):
+            _deliver(self._tails, on_event, self._detector)
+            number = self._signals.pop()
+            self.interrupted = self.interrupted or number
+            if self.stop is not None:
+                if number == signal.SIGINT:
+                    self._engine.send(supervisor.KILL)
+                continue
+            if number is not None:
+                self.stop = _interrupt_verdict(number, self.launcher)
+            elif time.monotonic() > deadline:
+                self.stop = Verdict("timeout", f"stopped after the time limit of {timeout_s:g} s")
+            else:
+                self.stop = self._detector.verdict()
+            if self.stop is not None:
+                self.ends_before_stop = self._tails.ends
+                self._engine.send(supervisor.STOP)
+
+    def take_late_signal(self) -> None:
+        """Take a signal that came while the engine ended: a scheduler signals ranks and this process alike."""
+        number = self._signals.pop()
+        self.interrupted = self.interrupted or number
+        if number is not None and self.stop is None and self.launcher is not None and number in self.launcher.signals:
+            self.stop = self.launcher.verdict(number)
+
+
+def _verdict(
+    config: RunConfig, engine: "_Engine", watch: _Watch, tails: EventTails, log: str, killed_for_memory: int
+) -> Verdict:
+    """Return how the run ended, from everything that is known of it."""
+    if engine.error is not None:
+        return Verdict("failed", engine.error)
+    if watch.stop is not None:
+        return stopped_run_verdict(watch.stop, watch.ends_before_stop, engine.exit_code, tails.rank0_end)
+    return finished_run_verdict(
+        engine.exit_code,
+        tails.ends,
+        log,
+        tails.silent,
+        single_rank=config.launch_machine.gpus == 1 or config.engine == "openai",
+        oom_kills=killed_for_memory,
+        memory=peak_usage(),
+        launcher=watch.launcher.name if watch.launcher is not None else None,
+    )
 
 
 def _oom_kills_since(before: Mapping[str, int]) -> int:
