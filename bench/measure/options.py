@@ -1,9 +1,9 @@
 """Command line of the programs that measure a GPU: parts, rows, and tiny models.
 
-parser = parser_of(__doc__, PARTS)
+parser = build_parser(__doc__, PARTS)
 parser.add_argument("--steps", type=int)
-options = parsed(parser, PARTS, ROWS)       # options.parts: a set of names
-rows = asked(ROWS, options.row)
+options = parse_options(parser, PARTS, ROWS)       # options.parts: a set of names
+rows = select_rows(ROWS, options.row)
 """
 
 import argparse
