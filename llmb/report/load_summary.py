@@ -64,7 +64,7 @@ def interval_line(result: Result) -> str | None:
         for key, interval in intervals.items()
         if name in names and key in ("p50", "p99")
     ]
-    return f"95 % over requests: {', '.join(parts)}" if parts else None
+    return f"95 % intervals over requests: {', '.join(parts)}" if parts else None
 
 
 def client_line(result: Result) -> str | None:
