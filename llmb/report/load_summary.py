@@ -29,7 +29,12 @@ def load_rows(result: Result) -> Iterator[Row]:
     if result.tokens_per_chunk is not None and abs(result.tokens_per_chunk - 1) > EQUAL:
         yield "tokens per chunk", number(result.tokens_per_chunk), "", "of the stream: ITL is between chunks"
     if result.lengths_wrong:
-        yield "other lengths", f"{result.lengths_wrong:,}", "requests", "ended with fewer or more tokens than asked for"
+        yield (
+            "other lengths",
+            f"{result.lengths_wrong:,}",
+            "requests",
+            "with fewer or more output tokens than requested",
+        )
     for name, count in result.errors.items():
         yield f"failed: {name}", f"{count:,}", "requests", "left out of all latencies"
     if result.cost_per_million_output_tokens is not None:
