@@ -1,7 +1,8 @@
 """Declaration of subcommands: one-line errors, examples in the help, the function to run, and `help [COMMAND]`."""
 
 import argparse
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 NUMBERS: Mapping[Any, str] = {int: "a whole number", float: "a number"}
@@ -19,14 +20,21 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             from llmb.errors import UnknownName
 
+            is_command = isinstance(action.choices, Mapping)
+            before = self._arguments[: self._arguments.index(value)] if is_command else []
+            if misspelt := [word for word in before if word.startswith("-") and not self._is_option(word)]:
+                self.error(self._unrecognized([*misspelt, value]))  # the value of that option, not a command
             option = "/".join(action.option_strings) or action.dest
-            kind = "command" if isinstance(action.choices, Mapping) else f"value of {option}:"
+            kind = "command" if is_command else f"value of {option}:"
             raise argparse.ArgumentError(None, str(UnknownName(kind, value, action.choices)))
+
+    def _is_option(self, word: str) -> bool:
+        return word.split("=")[0] in self._option_string_actions
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         """Convert an argument; say what was expected in the user's words, not by the name of a Python type."""
         try:
-            return super()._get_value(action, text)  # type: ignore[misc]
+            return super()._get_value(action, text)
         except argparse.ArgumentError:
             if action.type not in NUMBERS:
                 raise
@@ -35,14 +43,18 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse an unknown option where its command is known, so that the message names that command's help."""
+        self._arguments = list(sys.argv[1:] if args is None else args)
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            from difflib import get_close_matches
-
-            nearest = get_close_matches(unknown[0].split("=")[0], self._option_string_actions, n=1)
-            hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error(self._unrecognized(unknown))
         return options, unknown
+
+    def _unrecognized(self, words: Sequence[str]) -> str:
+        from difflib import get_close_matches
+
+        nearest = get_close_matches(words[0].split("=")[0], self._option_string_actions, n=1)
+        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+        return f"unrecognized arguments: {' '.join(words)}{hint}"
 
     def error(self, message: str) -> NoReturn:
         self.exit(1, f"ERROR: {message} (see {self.prog} --help)\n")

@@ -101,7 +101,7 @@ def test_cancel_ends_a_local_run(llmb_run, store):
         assert time.monotonic() < end
         assert running.poll() is None
         time.sleep(0.2)
-    assert llmb_run("jobs", "cancel", "--all", "--on", "slurm")[1] == ""
+    assert llmb_run("jobs", "cancel", "--all", "--on", "slurm") == (0, "", "no active run is selected\n")
     assert llmb_run("jobs", "cancel", "L1")[1] == "L1: cancelled\n"
     running.communicate(timeout=60)
     assert running.returncode == 2

@@ -93,6 +93,7 @@ WRONG = [
     ([*PROXY, "-f", "x.yaml"], "-f names the workloads"),
     (["submit", "-f", "missing.yaml"], "cannot read missing.yaml"),
     (["submit", "--scal", "8"], "arguments: --scal 8 (did you mean --scale?) (see llmb-run submit --help)"),
+    (["jobs", "--sttus", "failed"], "arguments: --sttus failed (did you mean --status?) (see llmb-run jobs --help)"),
     (["jobs", "show", "L1", "--jsn"], "--jsn (did you mean --json?) (see llmb-run jobs show --help)"),
     (["load", "--rate", "fast"], "--rate: expected a number, got 'fast' (see llmb-run load --help)"),
     (["load", "-n", "1.5"], "-n/--requests: expected a whole number, got '1.5'"),

@@ -22,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
     """Cancel the named jobs, or with --all those that match the filters."""
     with open_store() as store:
         jobs = _selected(store, options)
+        if not jobs:
+            print("no active run is selected", file=sys.stderr)
         active = [job for job in Poller(store).refresh(jobs) if job.going]
         for job_id in {job.job_id: job for job in jobs}.keys() - {job.job_id for job in active}:
             print(f"{job_id}: has ended already")

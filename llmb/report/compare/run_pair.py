@@ -68,7 +68,8 @@ def compare(
             raise ConfigError(f"{label} ({result.name}) has no figures to compare: status {result.status}")
     if result_a.target != result_b.target and not force:
         raise ConfigError(
-            f"different workloads: {result_a.target} and {result_b.target}; add --force to compare them all the same"
+            f"different workloads: {result_a.target} and {result_b.target}; "
+            "--force compares them anyway (in Python: force=True)"
         )
     ratios = [] if any(repeats) else request_ratios(*requests)
     speed = None if any(repeats) else _speed(a, b, ratios)
