@@ -9,6 +9,7 @@ from math import exp
 
 import pytest
 
+from llmb.report.page.sweep_page import sweep_page
 from llmb.report.pareto_chart import COLOURS, DASHES, HEIGHT, MARKERS, WIDTH, pareto_chart
 from llmb.report.sweep_table import sweep_csv, sweep_text
 from llmb.results.result import Result
@@ -58,9 +59,13 @@ def test_unknown_gpus_and_failures_are_said():
 
 def test_excluded_points_are_named_with_their_reason():
     failed = point(4, status="failed", reason="no request succeeded", output_tokens_per_s=None)
-    text = sweep_text(sweep(point(1), point(2, late=True), failed))
+    result = sweep(point(1), point(2, late=True), failed)
+    text = sweep_text(result)
     assert "excluded: concurrency 2: client: late by 9 ms" in text
     assert "excluded: concurrency 4: failed: no request succeeded" in text
+    page = sweep_page(result)  # also where nothing can be hovered over, on a phone and on paper
+    assert "The highest throughput that counts is" in page
+    assert "2 of 3 loads are excluded: concurrency 2 (client: late by 9 ms); the table has the other reasons." in page
 
 
 def test_repeats_show_their_noise():

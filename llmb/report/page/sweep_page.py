@@ -36,11 +36,16 @@ def _sentences(result: SweepResult) -> list[str]:
     finished = "" if result.finished else " It is not finished: more points were planned."
     lines = [f"{result.points} points were measured{gpus} in {number(result.wall_s)} s.{finished}"]
     usable = [i for i, row in enumerate(result.rows) if row.excluded is None and getattr(row, result.pareto_y)]
+    excluded = [row for row in result.rows if row.excluded is not None]
     if usable:
         best = max(usable, key=lambda i: getattr(result.rows[i], result.pareto_y))
-        lines.append(f"The highest throughput is {_point(result, best)}.")
+        lines.append(f"The highest throughput{' that counts' if excluded else ''} is {_point(result, best)}.")
     if result.knee is not None:
         lines.append(f"The knee, the best compromise, is {_point(result, result.knee)}.")
+    if excluded:
+        more = "; the table has the other reasons" if len(excluded) > 1 else ""
+        reason = f"{describe_load(excluded[0])} ({excluded[0].excluded}){more}"
+        lines.append(f"{len(excluded)} of {len(result.rows)} loads are excluded: {reason}.")
     return lines
 
 
@@ -89,7 +94,7 @@ def pareto_figure(result: SweepResult) -> Chart:
             notes.append({"x": x, "y": y, "text": plain(", ".join(words)), **arrow})
     unit = "output tokens/s per GPU" if result.gpus else "output tokens/s of the server"
     loads = f"Labels are {result.rows[0].load_kind}, {LOAD_UNITS[result.rows[0].load_kind]}."
-    reading = "Filled: in the Pareto set; open: not in it; cross: excluded, hover for the reason."
+    reading = "Filled: in the Pareto set; open: not in it; cross: excluded, with the reason in the table."
     return Chart(
         name="pareto", title=f"{unit} over tokens/s of one user", traces=traces, whole=True, height=460,
         layout={"xaxis": axis("tokens/s of one user", rangemode="tozero"), "yaxis": axis(unit, rangemode="tozero"),
