@@ -13,7 +13,7 @@ FITS = (
 )
 BUSIEST = "busiest"  # of --one-rank without a number
 MOST_DIGITS = 20  # of a scale that is read: one of more is refused all the same
-REFUSED = "settings may also come from the environment (MAX_BATCH_SIZE, TP, ...); what has no effect is refused"
+REFUSED = "settings may also come from the environment (MAX_BATCH_SIZE, TP, ...); a setting without effect is refused"
 
 
 def examples(verb: str, extra: str = "") -> list[str]:

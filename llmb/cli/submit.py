@@ -26,7 +26,7 @@ def add_commands(commands: Any) -> None:
         add_model_options(parser)
         add_location_options(parser)
         add = parser.add_argument
-        add("-f", "--file", type=Path, help="bulk file: .yaml with sweeps, or the older text form")
+        add("-f", "--file", type=Path, help="bulk file: .yaml with sweeps, or the older text format")
         add(
             "--all",
             action="store_true",
@@ -38,14 +38,16 @@ def add_commands(commands: Any) -> None:
         add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
         add("--no-report", action="store_true", help="write no report.html when a run ends")
         add_fault_options(parser)
-        add("--dry-run", action="store_true", help="say what would run, and run nothing")
+        add("--dry-run", action="store_true", help="print what would run, and run nothing")
         add(
             "-q",
             "--quiet",
             action="store_true",
             help="no progress and no tables: a line for each run here, its outcome",
         )
-        add("--json", action="store_true", help="print the stored Result as the last line; of Slurm, a line a job")
+        add(
+            "--json", action="store_true", help="print the stored Result as the last line; with Slurm, one line per job"
+        )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def lr_sources(config: RunConfig) -> dict[str, str]:
     rules = {
         "lr": (
             default_lr(config.model, tokens, work.lr_warmup_steps),
-            f"{_width_lr(config.model):.0e} at hidden size {config.model.hidden}, "
+            f"{_exponent_text(_width_lr(config.model))} at hidden size {config.model.hidden}, "
             f"x {_factor(tokens, work.lr_warmup_steps):.2g} for batch and warm-up",
         ),
         "lr_warmup_steps": (default_warmup_steps(span), f"by the {span} steps"),
@@ -126,3 +126,8 @@ def _resumed_schedule(resume: str | None) -> Row:
             stored = workload if isinstance(workload, dict) else {}
             return {f.name: stored.get(f.name, f.default) for f in fields(Training) if f.name in LR_FIELDS}
     return {}
+
+
+def _exponent_text(rate: float) -> str:
+    """Format a rate with two digits where the second is not zero: 3e-04, 7.5e-05."""
+    return f"{rate:.1e}".replace(".0e", "e")

@@ -129,6 +129,9 @@ def test_serving_has_no_schedule():
 def test_show_says_where_the_schedule_comes_from():
     page = describe(resolved(), "")
     assert "3e-05 (3e-04 at hidden size 4096, x 0.1 for batch and warm-up)" in page
+    large = RunRequest(size="405b", dtype="fp8", gpus=128, gpu="gb200")
+    page_405b = describe(resolve(ALL["pretrain_llama3.1"], large), "")
+    assert "7.5e-06 (7.5e-05 at hidden size 16384, x 0.1 for batch and warm-up)" in page_405b
     assert "10 (by the 50 steps)" in page
     assert "50 (the last step)" in page
     changed = describe(resolved(lr=1e-5, lr_warmup_steps=60), "")

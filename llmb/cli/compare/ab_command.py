@@ -32,7 +32,7 @@ def add_commands(commands: Any) -> None:
         )
         ab.add_argument(f"--python-{label}", metavar="PYTHON", help=f"interpreter that runs {name}")
         ab.add_argument(f"--checkout-{label}", type=Path, metavar="DIR", help=f"checkout of llmb that runs {name}")
-    ab.add_argument("--dry-run", action="store_true", help="say what would run, and run nothing")
+    ab.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     ab.add_argument("--json", action="store_true", help="the outcome as JSON; runs print to the standard error")
 
 

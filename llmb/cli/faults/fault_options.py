@@ -8,7 +8,7 @@ from typing import Any
 
 def add_fault_options(parser: argparse.ArgumentParser) -> None:
     """Add --faults and --fault-rate."""
-    file_help = "break the run on purpose, as this list says, and measure goodput: - {kind: hang, step: 12, rank: 0}"
+    file_help = "inject the faults of this list and measure goodput: - {kind: hang, step: 12, rank: 0}"
     parser.add_argument("--faults", type=Path, metavar="FILE", help=file_help)
     rate_help = "the same with faults drawn by the run's seed: 24/day of predicted step time, or 50/1000steps"
     parser.add_argument("--fault-rate", metavar="N/day", help=rate_help)

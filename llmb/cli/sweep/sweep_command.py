@@ -18,7 +18,7 @@ EXAMPLES = (
     "llmb-run sweep --base-url http://localhost:8000 --concurrency 1..512 --slo-tiers tiers.yaml",
     "llmb-run sweep --resume SWEEP",
     "",
-    "what is measured: a server (--base-url), a server that the sweep starts (-w ...), or the engine without one "
+    "measured is a server (--base-url), a server that the sweep starts (-w ...), or the engine without one "
     "(-w ... --in-process)",
 )
 
@@ -47,7 +47,7 @@ def add_commands(commands: Any) -> None:
     add("--gpus", type=int, metavar="N", help="GPUs behind the server, for tokens/s per GPU")
     add("--processes", type=int, metavar="N", help="of the client; default: as many as the load needs")
     add("--no-calibrate", action="store_true", help="do not measure the client on a no-op server first")
-    add_request_options(parser.add_argument_group("requests; of -w the lengths are the recipe's").add_argument)
+    add_request_options(parser.add_argument_group("requests; with -w lengths are those of the recipe").add_argument)
     run_options = parser.add_argument_group("a server or an engine of llmb, as for submit")
     add_run_options(run_options)  # type: ignore[arg-type]
     add = parser.add_argument
