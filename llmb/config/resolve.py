@@ -26,7 +26,7 @@ from llmb.config.parallel_layout import (
     check_sequence,
     format_layout,
 )
-from llmb.config.proxy_layout import fit_to_ranks, scale_down
+from llmb.config.proxy_layout import changed_layout, fit_to_ranks, scale_down
 from llmb.config.recipe import Recipe, Row, per_gpus
 from llmb.config.row_selection import RunRequest, choose_row, gpu_of, inference_selectors
 from llmb.config.run_list import Task, out_of_core_target
@@ -100,6 +100,7 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     layout = scale_down(values, recipe, request, selectors)
     overrides = _override(values, recipe, request, gpu, settings, row_overrides)
     overridden = {o.field for o in overrides}
+    layout = layout and changed_layout(layout, overridden)
     parallel = _parallel(values, recipe, request, layout, overridden)
     model, model_overrides, proxy_notes = _model(values, recipe, request, row, parallel, layout)
     if recipe.kind == "training":

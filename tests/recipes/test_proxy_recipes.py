@@ -192,7 +192,8 @@ def test_settings_override_the_layout_and_enlarge_the_model() -> None:
     config = proxy_config("pretrain_llama3.1", "405b", 16, "h100", tp="4", pp="4", cp="1", vp="none", mbs="2")
     assert config.parallel == Parallel(tp=4, pp=4)
     assert (config.model.kv_heads, config.workload.ga, config.workload.gbs) == (4, 8, 16)  # type: ignore[union-attr]
-    assert (config.proxy or "").endswith("as tp4 pp4")
+    described = "layout changed from tp8 pp8 cp2 vp8 dp8 of 1024 x h100 to tp4 pp4"  # not the row's, scaled down
+    assert (config.proxy or "").endswith(described)
     deepseek = proxy_config("pretrain_deepseek-v3", "671b", 8, tp="2", ep="4", pp="2")
     assert deepseek.parallel == Parallel(tp=2, pp=2, ep=4, dp=2)
 
