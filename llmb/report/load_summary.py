@@ -20,8 +20,8 @@ def load_rows(result: Result) -> Iterator[Row]:
         yield "within the SLO", f"{100 * result.slo_fraction:.1f}", "%", "of all requests, failed ones included"
     if result.prefix_hit_rate is not None:
         possible = result.prefix_hit_rate_possible
-        beside = "" if possible is None else f"; {100 * possible:.1f} % were possible"
-        explanation = f"of input tokens, by the {result.prefix_hit_source}{beside}"
+        possible_text = "" if possible is None else f"; {100 * possible:.1f} % were possible"
+        explanation = f"of input tokens, by the {result.prefix_hit_source}{possible_text}"
         yield "prefix cache hits", f"{100 * result.prefix_hit_rate:.1f}", "%", explanation
     elif result.prefix_hit_rate_possible:
         explanation = "of input tokens, with an unlimited cache; the server does not say how many were"

@@ -44,8 +44,8 @@ def slow_ranks(
 
 def _median_without(ordered: list[float], value: float) -> float:
     """Return the median of the other values, without sorting once for each of a thousand ranks."""
-    index, rest_count = bisect_left(ordered, value), len(ordered) - 1
-    low, high = (middle + (middle >= index) for middle in ((rest_count - 1) // 2, rest_count // 2))
+    index, others = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (middle + (middle >= index) for middle in ((others - 1) // 2, others // 2))
     return (ordered[low] + ordered[high]) / 2
 
 
@@ -55,7 +55,7 @@ def _slow_rank(rank: int, compared: list[tuple[float, float]], step_s: float, ho
         return None
     own_s, usual_s = (median(seconds) for seconds in zip(*compared, strict=True))
     least = max(MORE_WORK * usual_s, OF_THE_STEP * step_s)
-    behind = sum(mine - rest_count > least for mine, rest_count in compared)
+    behind = sum(own - others_median > least for own, others_median in compared)
     if usual_s <= 0 or own_s - usual_s <= least or behind < MOST_STEPS * len(compared):
         return None
     return SlowRank(rank=rank, host=host, own_s=own_s, usual_s=usual_s, ratio=own_s / usual_s)

@@ -90,13 +90,13 @@ def table(jobs: Sequence[Any], width: int | None = None) -> str:
     longest = max(len(" ".join(words)) for words in settings)
     text = draw()
     while True:
-        room, last = _room(text, width), max(titles, key=lambda title: drop_order[title])
-        if room >= _required(longest, drop_order[last]) or drop_order[last] == 0:
+        free_width, last = _free_width(text, width), max(titles, key=lambda title: drop_order[title])
+        if free_width >= _required(longest, drop_order[last]) or drop_order[last] == 0:
             break
         titles.remove(last)
         text = draw()
-    if longest and room >= _required(longest, 0):
-        cells["settings"] = [shorten(words, room) or None for words in settings]
+    if longest and free_width >= _required(longest, 0):
+        cells["settings"] = [shorten(words, free_width) or None for words in settings]
         titles = [title for title in cells if title in titles or title == "settings"]
         text = draw()
     notes = [PROXY_NOTE] * any(job.proxy for job in jobs) + [ONE_RANK_NOTE] * any(map(_is_one_rank, jobs))
@@ -104,7 +104,7 @@ def table(jobs: Sequence[Any], width: int | None = None) -> str:
     return "\n".join([text, *([""] if notes else []), *notes])
 
 
-def _room(text: str, width: int | None) -> int:
+def _free_width(text: str, width: int | None) -> int:
     """Return the width of one more column beside a table; negative where the table itself is too wide."""
     return sys.maxsize if width is None else width - max(map(len, text.splitlines())) - len("  ")
 

@@ -18,7 +18,7 @@ from llmb.report.table import number
 def run_page(record: RunRecord) -> str:
     """Return the page of a run."""
     bar = bar_chart(record)
-    standing = [bar] if bar is not None else []
+    comparison = [bar] if bar is not None else []
     time_charts, time_block = _time(record)
     if record.result.requests is not None or record.result.output_tokens_per_s is not None:
         measured, title = serving.serving_charts(record), "Requests"
@@ -28,7 +28,7 @@ def run_page(record: RunRecord) -> str:
         measured, title = training_charts(record), "Steps"
     blocks = [
         f"<h1>{_title(record)}</h1>",
-        f'<div class="verdict">{paragraphs(sentences(record))}</div>{charts_block(standing)}',
+        f'<div class="verdict">{paragraphs(sentences(record))}</div>{charts_block(comparison)}',
         warning_blocks(record.result),
         section("time", "Where the time went", time_block),
         section("measured", title, charts_block(measured), css="long"),
@@ -40,7 +40,7 @@ def run_page(record: RunRecord) -> str:
         figures_table(record.result),
         samples(record),
     ]
-    return page(f"{record.label}: {record.result.name}", blocks, [*standing, *time_charts, *measured])
+    return page(f"{record.label}: {record.result.name}", blocks, [*comparison, *time_charts, *measured])
 
 
 def _title(record: RunRecord) -> str:

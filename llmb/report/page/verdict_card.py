@@ -26,7 +26,7 @@ def sentences(record: RunRecord) -> list[str]:
         speed = f"It ended as {result.status}{reason}."
     else:
         speed = _speed(result)
-    return [_description(record), speed, " ".join(_standing(record))]
+    return [_description(record), speed, " ".join(_comparisons(record))]
 
 
 def _description(record: RunRecord) -> str:
@@ -91,7 +91,7 @@ def _goodput(result: Result) -> str:
     )
 
 
-def _standing(record: RunRecord) -> Iterator[str]:
+def _comparisons(record: RunRecord) -> Iterator[str]:
     """Yield the comparison with prediction, reference and limit, each or why there is none."""
     result, config = record.result, record.config
     predicted = result.predicted
@@ -173,9 +173,9 @@ def bar_chart(record: RunRecord) -> Chart | None:
     ]  # fmt: skip
     captions = ["Longer is faster." + (" The line on the predicted bar is its 80 % interval." if predicted else "")]
     if limit is not None:
-        captions.append(f"The limit is that of {limit.name}: what long runs sustain of the chip's peak.")
+        captions.append(f"The limit is that of {limit.name}: the part of the chip's peak that long runs sustain.")
     return Chart(
-        name="standing", title=f"Measured against what was to be expected, {unit}", traces=traces, whole=True,
+        name="comparison", title=f"Measured against prediction, publication and limit, {unit}", traces=traces, whole=True,
         layout={"xaxis": axis(unit, rangemode="tozero"), "yaxis": {"automargin": True}, "hovermode": "closest"},
         captions=captions, height=80 + 42 * len(rows),
     )  # fmt: skip
