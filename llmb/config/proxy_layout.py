@@ -11,7 +11,7 @@ stage are assigned to experts by the same rule, in the order ep, etp, replicas. 
 dimensions are those of the recipe. Where a recipe lists no multi-GPU layout, training uses dp and serving uses tp.
 """
 
-from collections.abc import Collection
+from collections.abc import Set
 from dataclasses import replace
 
 from llmb.config.parallel_layout import check_ranks, format_layout
@@ -55,7 +55,7 @@ def scale_down(settings: Row, recipe: Recipe, request: RunRequest, selectors: di
     return f"layout {format_layout(real)} of {gpus} x {request.layout or gpu_of(row, recipe)}{attention} as"
 
 
-def changed_layout(description: str, overridden: Collection[str]) -> str:
+def changed_layout(description: str, overridden: Set[str]) -> str:
     """Return the description of a layout that is not the row's where settings changed it."""
     if description.endswith(" as") and not overridden.isdisjoint(LAYOUT):
         return f"{description.removesuffix(' as').replace('layout', 'layout changed from', 1)} to"

@@ -55,7 +55,7 @@ def _slow_rank(rank: int, compared: list[tuple[float, float]], step_s: float, ho
         return None
     own_s, usual_s = (median(seconds) for seconds in zip(*compared, strict=True))
     least = max(MORE_WORK * usual_s, OF_THE_STEP * step_s)
-    behind = sum(own - others_median > least for own, others_median in compared)
+    behind = sum(busy_s - others_s > least for busy_s, others_s in compared)
     if usual_s <= 0 or own_s - usual_s <= least or behind < MOST_STEPS * len(compared):
         return None
     return SlowRank(rank=rank, host=host, own_s=own_s, usual_s=usual_s, ratio=own_s / usual_s)

@@ -175,7 +175,7 @@ def bar_chart(record: RunRecord) -> Chart | None:
     if limit is not None:
         captions.append(f"The limit is that of {limit.name}: the part of the chip's peak that long runs sustain.")
     return Chart(
-        name="comparison", title=f"Measured against prediction, publication and limit, {unit}", traces=traces, whole=True,
+        name="comparison", title=f"Measured, predicted, published and the limit, {unit}", traces=traces, whole=True,
         layout={"xaxis": axis(unit, rangemode="tozero"), "yaxis": {"automargin": True}, "hovermode": "closest"},
         captions=captions, height=80 + 42 * len(rows),
     )  # fmt: skip
