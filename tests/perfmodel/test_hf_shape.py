@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmb.errors import ConfigError
 from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.params import parameters
 from llmb.perfmodel.step_time.gemm_shapes import block_gemms
 from llmb.perfmodel.step_time.hf_shape import read_hf_shape
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -17,6 +20,7 @@ BASE = {
     "vocab_size": 1000,
     "intermediate_size": 1024,
 }
+MIXERS = {"kimi_linear": "self_attn"}  # attribute of a layer with linear attention
 EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 
 
@@ -112,14 +116,53 @@ def test_chunks_and_windows_without_a_list_of_layers(shape):
     assert (sliding.window, sliding.window_layers) == (256, 3)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"])
+def test_gated_delta_nets_have_the_weights_of_transformers(tmp_path, model_type):
+    """Of the published models; leaves out norms of heads and the gate of shared experts."""
+    config = AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    model = read_hf_shape(tmp_path).model
+    assert parameters(model) == pytest.approx(sum(weight.numel() for weight in network.parameters()), rel=1e-5)
+    mixer = next(layer for layer in network.model.layers if hasattr(layer, MIXERS.get(model_type, "linear_attn")))
+    matrices = [w for w in getattr(mixer, MIXERS.get(model_type, "linear_attn")).parameters() if w.dim() == 2]
+    assert BLOCK_COSTS["delta_net"](model).dense_weights == sum(weight.numel() for weight in matrices)
+    setup = StepSetup(shape=read_hf_shape(tmp_path), gpu="h100", gpus=1, dtype="bf16", seqlen=64, mbs=1, gbs=1)
+    assert sum(gemm.weights for gemm in block_gemms(setup, "delta_net")) == sum(weight.numel() for weight in matrices)
+
+
+def test_layers_of_delta_nets_are_those_of_the_list_or_three_of_four(shape):
+    sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
+    sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
+    fields = {"model_type": "qwen3_next", "head_dim": 64, **sizes, **EXPERTS}
+    assert shape(**fields).model.blocks == {"attention": 1, "delta_net": 3, "mlp": 0, "experts": 4}
+    half = shape(**fields, layer_types=["full_attention", "linear_attention"] * 2, mtp_num_hidden_layers=1)
+    assert half.model.blocks["delta_net"] == 2
+    assert (half.mtp_depth, half.mtp_blocks) == (1, ("attention", "experts"))
+    kimi = {
+        "num_heads": 4,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+        "full_attn_layers": [4],
+        "kda_layers": [1, 2, 3],
+    }
+    latents = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    model = shape(model_type="kimi_linear", linear_attn_config=kimi, **latents).model
+    assert model.attention_pattern == "DDDF"
+    assert model.blocks == {"mla": 1, "delta_net": 3, "mlp": 4, "experts": 0}
+    with pytest.raises(ConfigError, match="linear_attention of model_type minimax is not modelled"):
+        shape(model_type="minimax", layer_types=["linear_attention", "full_attention"] * 2)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"index_topk": 2048},
-        {"linear_num_value_heads": 32},
+        {"hc_mult": 4},
         {"mamba_d_state": 16},
         {"is_encoder_decoder": True},
-        {"layer_types": ["linear_attention", "full_attention"]},
+        {"layer_types": ["rwkv", "full_attention"]},
         {"model_type": "bert"},
     ],
 )

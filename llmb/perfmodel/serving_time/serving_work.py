@@ -15,13 +15,14 @@ BF16 = BYTES["bf16"]
 # Kernels of a block in a CUDA graph. attention: norm, qkv, RoPE, cache write, attention, output. mla: norms, down
 # and up projections, RoPE, cache write, absorbed projections, attention and its combine, output. mlp: norm, two GEMMs,
 # activation. experts: norm, router, top-k, sort, permute, two GEMMs, activation, combine; shared ones: two GEMMs,
-# activation, add. mamba: norm, in, convolution, scan, gate, out.
-KERNELS = {"attention": 6, "mla": 14, "mlp": 4, "experts": 9, "mamba": 6}
+# activation, add. mamba: norm, in, convolution, scan, gate, out. delta_net: norm, two in, convolution, gates,
+# recurrence, gated norm, out.
+KERNELS = {"attention": 6, "mla": 14, "mlp": 4, "experts": 9, "mamba": 6, "delta_net": 8}
 # Of the native engine: one down projection of MLA, and one kernel of its norm, RoPE and cache write.
 NATIVE_KERNELS = KERNELS | {"mla": 11}
 SHARED_KERNELS = 4
 SKINNY_BLOCKS = ("attention", "mlp")  # of which the native engine fuses all but GEMMs and attention, for few tokens
-QUANTIZED_GEMMS = {"attention": 2, "mla": 4, "mlp": 2, "experts": 2, "mamba": 2}
+QUANTIZED_GEMMS = {"attention": 2, "mla": 4, "mlp": 2, "experts": 2, "mamba": 2, "delta_net": 2}
 # Kernels per quantized input: fp8 with static scales is fused with the norm or activation before it.
 QUANTIZE = {"bf16": 0.0, "fp8": 0.5, "nvfp4": 1.0}
 
@@ -109,7 +110,7 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
             "kv_macs": block.decode_pair_macs / tp,
             "pair_macs": block.pair_macs / tp,
         }
-    if kind == "mamba":
+    if block.state_values:
         counts["state_bytes"] = 2 * block.state_values * BYTES["fp32"] / tp
     if kind == "experts":
         ranks = setup.ep * setup.moe_tp
@@ -149,7 +150,7 @@ def _inner_values(setup: ServingSetup, kind: str, block: BlockCost) -> float:
 def _dense_on_rank(model: Model, kind: str, block: BlockCost, tp: int) -> float:
     """Return the weights of a block on one rank; KV heads and MLA's down projections are replicated."""
     if kind == "attention":
-        q_and_o = 2 * model.hidden * model.heads * model.head_dim
+        q_and_o = (2 + model.output_gate) * model.hidden * model.heads * model.head_dim
         return q_and_o / tp + (block.dense_weights - q_and_o) / min(tp, model.kv_heads)
     if kind == "mla":
         assert model.mla is not None

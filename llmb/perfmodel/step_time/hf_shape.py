@@ -16,7 +16,7 @@ from typing import Any
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.huggingface.hf_config import from_hf_config
 from llmb.config.huggingface.mixtures import MIXTURES
-from llmb.config.model import BLOCKS_BY_LETTER, MambaConfig, MlaConfig, Model, MoEConfig
+from llmb.config.model import BLOCKS_BY_LETTER, DELTA_NET, DeltaNetConfig, MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.config.serialization import convert, read_json
 from llmb.errors import ConfigError
 from llmb.perfmodel.model_catalog import ModelShape, find_model, run_shape
@@ -39,12 +39,20 @@ UNGATED = (
     "nemotron_h", "opt", "persimmon", "phi", "starcoder2",
 )  # fmt: skip
 HYBRID_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}  # of `layers_block_type`
-ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # of `layer_types`
+KINDS = ("linear_attention", "full_attention")
+ATTENTION_TYPES = ("sliding_attention", "chunked_attention", *KINDS)  # of `layer_types`
+# Model types whose linear attention is a gated DeltaNet -> they have a gate on the output of attention, too.
+DELTA_NETS = {
+    "qwen3_next": True,
+    "qwen3_5_text": True,
+    "qwen3_5_moe_text": True,
+    "olmo_hybrid": False,
+    "kimi_linear": False,
+}
 # Fields of config.json -> what they describe, which no cost function here counts.
 NOT_MODELLED = {
     "index_topk": "sparse attention with an indexer",
-    "linear_attn_config": "linear attention",
-    "linear_num_value_heads": "linear attention (gated delta net)",
+    "hc_mult": "hyper-connections",
     "attn_type_list": "linear attention",
     "mamba_d_state": "Mamba layers other than Nemotron-H's",
     "attn_layer_period": "Mamba layers other than Nemotron-H's",
@@ -55,6 +63,7 @@ NOT_MODELLED = {
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert", "deberta", "deberta-v2")
 DENSE_TYPES = frozenset(dense.hf_type for dense in DENSE_MODELS.values())
 CHUNKED_INTERVAL = 4  # of Llama 4: every fourth layer attends to all tokens
+FULL_INTERVAL = 4  # of models with linear attention, unless they say another
 
 
 def find_or_read_shape(text: str, size: str = "") -> ModelShape:
@@ -92,6 +101,11 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
         values = [config[other] for other in others if config.get(other) is not None]
         if values and config.get(name) is None:
             config[name] = values[0]
+    if isinstance(linear := data.get("linear_attn_config"), dict):  # of Kimi Linear, which counts its layers from 1
+        config["linear_num_heads"], config["linear_head_dim"] = linear.get("num_heads"), linear.get("head_dim")
+        config["linear_conv_kernel_dim"] = linear.get("short_conv_kernel_size")
+        full, layers = linear.get("full_attn_layers") or (), _count(config, "num_hidden_layers") or 0
+        config["layer_types"] = [KINDS[layer in full] for layer in range(1, layers + 1)]
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         config["num_key_value_heads"] = 1
     return config
@@ -105,6 +119,8 @@ def _check_modelled(config: dict[str, Any], path: Path) -> None:
     kinds = convert(tuple[str, ...], config.get("layer_types") or (), "config.json: layer_types")
     if unknown := sorted(set(kinds) - set(ATTENTION_TYPES)):
         raise ConfigError(f"{path}: layer_types: {', '.join(unknown)} is not modelled, so nothing is predicted")
+    if "linear_attention" in kinds and config.get("model_type") not in DELTA_NETS:
+        raise ConfigError(f"{path}: linear_attention of model_type {config.get('model_type')} is not modelled")
     if config.get("model_type") in ENCODERS:
         raise ConfigError(f"{path}: model_type {config['model_type']}: an encoder is not modelled")
 
@@ -139,7 +155,7 @@ def _required(config: dict[str, Any], name: str) -> int:
 
 def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     hidden, layers, heads, vocab = (_required(config, name) for name in REQUIRED)
-    experts = _experts(config, layers)
+    experts, delta_net = _experts(config, layers), _delta_net(config)
     gated = config.get("model_type") not in UNGATED
     ffn = _count(config, "intermediate_size_mlp", "intermediate_size") or (experts.ffn if experts else None)
     if ffn is None and gated:
@@ -160,9 +176,12 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         experts=experts,
         mla=_mla(config),
         mamba=_mamba(config),
+        delta_net=delta_net,
+        attention_pattern=_attention_pattern(config, layers) if delta_net else "F",
+        output_gate=DELTA_NETS.get(config.get("model_type", ""), False),
     )
     window, windowed = _window(config)
-    depth = _count(config, "num_nextn_predict_layers") or 0
+    depth = _count(config, "num_nextn_predict_layers", "mtp_num_hidden_layers") or 0
     return ModelShape(
         model=model,
         window=window,
@@ -219,14 +238,13 @@ def _experts(config: dict[str, Any], layers: int) -> MoEConfig | None:
         return None
     ffn = _count(config, "moe_intermediate_size") or _required(config, "intermediate_size")
     shared_width = _count(config, "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
-    shared = shared_width // ffn if shared_width else _count(config, "n_shared_experts") or 0
+    shared = shared_width // ffn if shared_width else _count(config, "n_shared_experts", "num_shared_experts") or 0
     if "llama4" in str(config.get("model_type")):
         shared = 1
     step = _count(config, "interleave_moe_layer_step", "decoder_sparse_step") or 1
-    dense = _count(config, "first_k_dense_replace") or layers - layers // step + len(
-        config.get("mlp_only_layers") or ()
-    )
-    top_k = _count(config, "num_experts_per_tok", "top_k_experts", "moe_top_k") or 1
+    dense = (config.get("mlp_layer_types") or ()).count("dense") or _count(config, "first_k_dense_replace")
+    dense = dense or layers - layers // step + len(config.get("mlp_only_layers") or ())
+    top_k = _count(config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k") or 1
     latent = _count(config, "moe_latent_size")
     return MoEConfig(count=count, top_k=top_k, ffn=ffn, shared=shared, latent=latent, dense_layers=dense)
 
@@ -248,3 +266,24 @@ def _mamba(config: dict[str, Any]) -> MambaConfig | None:
     head_dim, groups, state = (_required(config, name) for name in ("mamba_head_dim", "n_groups", "ssm_state_size"))
     chunk = _count(config, "chunk_size") or 128
     return MambaConfig(heads=heads, head_dim=head_dim, groups=groups, state=state, chunk=chunk)
+
+
+def _delta_net(config: dict[str, Any]) -> DeltaNetConfig | None:
+    """Return the gated DeltaNet of Qwen3-Next and its successors, OLMo Hybrid or Kimi Linear."""
+    if config.get("model_type") not in DELTA_NETS:
+        return None
+    conv = _count(config, "linear_conv_kernel_dim") or DeltaNetConfig.conv
+    if config["model_type"] == "kimi_linear":
+        heads, dim = (_required(config, name) for name in ("linear_num_heads", "linear_head_dim"))
+        return DeltaNetConfig(key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, gate_rank=dim, conv=conv)
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    key_heads, value_heads, key_dim, value_dim = (_required(config, name) for name in names)
+    return DeltaNetConfig(key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv=conv)
+
+
+def _attention_pattern(config: dict[str, Any], layers: int) -> str:
+    """Return a letter per layer: gated DeltaNet, or full attention in the last of every few layers."""
+    if kinds := config.get("layer_types"):
+        return "".join(DELTA_NET if kind == "linear_attention" else "F" for kind in kinds)
+    interval = _count(config, "full_attention_interval") or FULL_INTERVAL
+    return DELTA_NET * (interval - 1) + "F"

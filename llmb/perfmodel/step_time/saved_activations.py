@@ -60,7 +60,8 @@ def _saved_bytes(setup: StepSetup, kind: str, plain: float, routed: float) -> fl
     if kind == "attention":
         width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
         output = 0.0 if "core_attn" in modules else operand * width
-        return residual + normalized + BF16 * (width + 2 * kv_width) + output
+        gate = (BF16 + operand) * width * model.output_gate  # and the gated output
+        return residual + normalized + BF16 * (width + 2 * kv_width) + output + gate
     if kind == "mla":
         return residual + normalized + _mla(model, operand, "mla_up_proj" in modules)
     if kind == "mlp":

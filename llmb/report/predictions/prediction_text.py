@@ -10,7 +10,7 @@ from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.report.table import render
 
 TITLES = {
-    "gemm": "GEMM", "attention": "attention", "scan": "Mamba scan", "memory_bound": "memory-bound kernels",
+    "gemm": "GEMM", "attention": "attention", "scan": "Mamba, DeltaNet scan", "memory_bound": "memory-bound kernels",
     "quantization": "quantization", "recompute": "recompute", "tp": "exposed TP collectives",
     "cp": "exposed CP ring", "ep": "expert all-to-all", "pp": "exposed pipeline sends", "dp": "exposed DP collectives",
     "fsdp": "exposed FSDP collectives", "offload": "exposed offload copies", "bubble": "pipeline bubble and imbalance",

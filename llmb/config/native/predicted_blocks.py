@@ -1,0 +1,18 @@
+"""Blocks that predictions of other engines know and that the native engine has not."""
+
+from llmb.config.model import DELTA_NET, Model
+from llmb.errors import ConfigError
+
+
+def check_native_blocks(model: Model) -> None:
+    """Refuse a model with such blocks, by the field that describes them."""
+    fields = {
+        "delta_net (gated DeltaNet layers)": model.delta_net is not None or DELTA_NET in model.attention_pattern,
+        "output_gate (a gate on the output of attention)": model.output_gate,
+        "mla.q_rank=0 (queries without a latent)": model.mla is not None and not model.mla.q_rank,
+        "experts.latent (experts of another width)": model.experts is not None and model.experts.latent is not None,
+    }
+    if missing := [field for field, is_set in fields.items() if is_set]:
+        raise ConfigError(
+            f"{model.name}: the native engine has no {', no '.join(missing)}; predict it for another engine"
+        )
