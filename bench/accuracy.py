@@ -369,7 +369,7 @@ repeats the 4 of GPUs without a pipeline. Llama 4 Scout in torchtitan is describ
 tokens without recompute, 520 to 650 GiB on 184; a measured run of more than twice the memory has recomputed every
 layer."""
 
-CONSTANTS = """Fitted together to all usable rows but those of Nemotron 3 Ultra, Qwen3.6 and Qwen3.8, whose shapes came later:
+CONSTANTS = """Fitted together to all usable rows but those of Nemotron 3 Ultra, Qwen3.6 and Qwen3.8, added later:
 Gauss-Newton on log step times, robust weights, every constant drawn to its prior. None belongs to a model. Priors are
 data sheets, measurements on one H200 and estimates. The structure of the model and some priors (scan, host and launch
 times) were chosen with these rows in view, so rows that nobody has seen may be predicted a little worse than the
