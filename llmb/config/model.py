@@ -58,6 +58,11 @@ class MlaConfig:
     nope_dim: int  # per head, without RoPE
     rope_dim: int  # per head, with RoPE; one key shared by all heads
     value_dim: int
+    # Sparse attention (DeepSeek-V3.2, GLM-5), predicted in serving only: an indexer scores all tokens before a query
+    # with its own heads, and the query attends to the best `index_topk` of them. 0: none.
+    index_heads: int = 0
+    index_dim: int = 0
+    index_topk: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ class BlockCost:
     router_weights: int = 0
     vector_weights: int = 0  # inner norms, biases, convolution
     pair_macs: int = 0  # per (query, key) pair
+    index_macs: int = 0  # per (query, key) pair of sparse attention, to choose the keys that a query attends to
+    selected_keys: int = 0  # keys that a query of sparse attention attends to at most; 0: all
     recomputed_pair_macs: int = 0  # q x k, which a fused attention backward recomputes
     scan_macs: int = 0  # per token, of a recurrence computed in chunks
     step_macs: int = 0  # per token, of the same recurrence one token at a time (decode)
@@ -77,7 +79,8 @@ def mla(model: Model) -> BlockCost:
     values are expanded, so a pair costs nope + rope + value MACs per head. Only the KV latent and the shared RoPE key
     are cached; decode does not expand them (the up-projection is absorbed into query and output at the same MACs as
     applying it to that token), so a cached token costs kv_rank + rope MACs per head for the score and kv_rank for the
-    value.
+    value. The indexer of sparse attention has queries from the q latent, one key for all its heads, cached too, and a
+    weight per head; a pair costs index_dim MACs per head.
     """
     if model.mla is None:
         raise ConfigError(f"model {model.name}: MLA needs the field mla")
@@ -85,16 +88,26 @@ def mla(model: Model) -> BlockCost:
     key, value = ranks.nope_dim + ranks.rope_dim, ranks.value_dim
     down = model.hidden * (ranks.q_rank + ranks.kv_rank + ranks.rope_dim)
     up = (ranks.q_rank or model.hidden) * heads * key + ranks.kv_rank * heads * (ranks.nope_dim + value)
+    indexer = indexer_weights(model)
     return BlockCost(
-        dense_weights=down + up + heads * value * model.hidden,
-        vector_weights=ranks.q_rank + ranks.kv_rank,
+        dense_weights=down + up + indexer + heads * value * model.hidden,
+        vector_weights=ranks.q_rank + ranks.kv_rank + 2 * ranks.index_dim,
+        index_macs=ranks.index_heads * ranks.index_dim,
+        selected_keys=ranks.index_topk,
         pair_macs=heads * (key + value),
         recomputed_pair_macs=heads * key,
         decode_pair_macs=heads * (2 * ranks.kv_rank + ranks.rope_dim),
-        kv_values=ranks.kv_rank + ranks.rope_dim,
+        kv_values=ranks.kv_rank + ranks.rope_dim + ranks.index_dim,
         kv_bf16_values=ranks.rope_dim,  # the RoPE key that all heads share
         saved_values=2 * (model.hidden + ranks.q_rank + ranks.kv_rank) + heads * 2 * (key + value),
     )
+
+
+def indexer_weights(model: Model) -> int:
+    """Return the weights of an indexer: its queries, its key and the weights of its heads."""
+    assert model.mla is not None
+    ranks = model.mla
+    return ranks.q_rank * ranks.index_heads * ranks.index_dim + model.hidden * (ranks.index_dim + ranks.index_heads)
 
 
 def mlp(model: Model) -> BlockCost:

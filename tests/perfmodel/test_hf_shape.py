@@ -132,6 +132,22 @@ def test_gated_delta_nets_have_the_weights_of_transformers(tmp_path, model_type)
     assert sum(gemm.weights for gemm in block_gemms(setup, "delta_net")) == sum(weight.numel() for weight in matrices)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_indexers_have_the_weights_of_transformers(tmp_path, model_type):
+    config = AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    fields = config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = read_hf_shape(tmp_path).model
+    assert (model.mla.index_topk, model.mla.index_dim) == (2048, 128)
+    assert parameters(model) == sum(weight.numel() for weight in network.parameters())
+    shared = {"indexer_types": ["full", "shared"] * (config.num_hidden_layers // 2)}
+    (tmp_path / "config.json").write_text(json.dumps(fields | shared))
+    with pytest.raises(ConfigError, match="indexer_types: an indexer of several layers is not modelled"):
+        read_hf_shape(tmp_path)
+
+
 def test_layers_of_delta_nets_are_those_of_the_list_or_three_of_four(shape):
     sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
     sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
@@ -158,7 +174,6 @@ def test_layers_of_delta_nets_are_those_of_the_list_or_three_of_four(shape):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"index_topk": 2048},
         {"hc_mult": 4},
         {"mamba_d_state": 16},
         {"is_encoder_decoder": True},

@@ -21,6 +21,7 @@ SIZES = {
     "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-12b": 11.77, "gemma-3-27b": 27.0, "phi-4": 14.66,
     "qwen3-next-80b-a3b": 79.7, "qwen3.5-9b": 8.95, "qwen3.5-27b": 26.9, "qwen3.5-35b-a3b": 34.7,
     "qwen3.5-122b-a10b": 122.1, "qwen3.5-397b-a17b": 396.3, "kimi-linear-48b-a3b": 49.1,
+    "deepseek-v3.2-685b": 671.9, "glm-5-744b": 743.9,
 }  # fmt: skip
 
 

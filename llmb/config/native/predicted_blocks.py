@@ -10,6 +10,7 @@ def check_native_blocks(model: Model) -> None:
         "delta_net (gated DeltaNet layers)": model.delta_net is not None or DELTA_NET in model.attention_pattern,
         "output_gate (a gate on the output of attention)": model.output_gate,
         "mla.q_rank=0 (queries without a latent)": model.mla is not None and not model.mla.q_rank,
+        "mla.index_topk (sparse attention)": model.mla is not None and bool(model.mla.index_topk),
         "experts.latent (experts of another width)": model.experts is not None and model.experts.latent is not None,
     }
     if missing := [field for field, is_set in fields.items() if is_set]:

@@ -83,7 +83,7 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
         emitted=setup.emitted,
         interval=float(setup.receive_interval),
         mixed=float(mixed),
-        window=float(setup.shape.window or 0),
+        window=float(work.window),
     )
 
 

@@ -40,7 +40,7 @@ UNGATED = (
 )  # fmt: skip
 HYBRID_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}  # of `layers_block_type`
 KINDS = ("linear_attention", "full_attention")
-ATTENTION_TYPES = ("sliding_attention", "chunked_attention", *KINDS)  # of `layer_types`
+ATTENTION_TYPES = ("sliding_attention", "chunked_attention", "indexed_attention", *KINDS)  # of `layer_types`
 # Model types whose linear attention is a gated DeltaNet -> they have a gate on the output of attention, too.
 DELTA_NETS = {
     "qwen3_next": True,
@@ -51,7 +51,6 @@ DELTA_NETS = {
 }
 # Fields of config.json -> what they describe, which no cost function here counts.
 NOT_MODELLED = {
-    "index_topk": "sparse attention with an indexer",
     "hc_mult": "hyper-connections",
     "attn_type_list": "linear attention",
     "mamba_d_state": "Mamba layers other than Nemotron-H's",
@@ -121,6 +120,8 @@ def _check_modelled(config: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"{path}: layer_types: {', '.join(unknown)} is not modelled, so nothing is predicted")
     if "linear_attention" in kinds and config.get("model_type") not in DELTA_NETS:
         raise ConfigError(f"{path}: linear_attention of model_type {config.get('model_type')} is not modelled")
+    if "shared" in (config.get("indexer_types") or ()):
+        raise ConfigError(f"{path}: indexer_types: an indexer of several layers is not modelled")
     if config.get("model_type") in ENCODERS:
         raise ConfigError(f"{path}: model_type {config['model_type']}: an encoder is not modelled")
 
@@ -256,7 +257,13 @@ def _mla(config: dict[str, Any]) -> MlaConfig | None:
     nope_dim, rope_dim, value_dim = (
         _required(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    return MlaConfig(q_rank=q_rank, kv_rank=kv_rank, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim)
+    indexer = {}
+    if _count(config, "index_topk"):
+        names = {"index_heads": "index_n_heads", "index_dim": "index_head_dim", "index_topk": "index_topk"}
+        indexer = {field: _required(config, name) for field, name in names.items()}
+    return MlaConfig(
+        q_rank=q_rank, kv_rank=kv_rank, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim, **indexer
+    )
 
 
 def _mamba(config: dict[str, Any]) -> MambaConfig | None:

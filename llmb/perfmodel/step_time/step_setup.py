@@ -82,6 +82,10 @@ class StepSetup:
             raise ConfigError(
                 f"gbs {self.gbs} is not a multiple of dp x mbs = {self.dp} x {self.mbs} = {self.dp * self.mbs}"
             )
+        if self.shape.model.mla and self.shape.model.mla.index_topk:
+            raise ConfigError(
+                f"{self.shape.model.name} has sparse attention, which is predicted with --task serve only"
+            )
         if self.engine == ENGINE_OF["native"]:
             check_native_blocks(self.shape.model)
         _check_shards(self.shape.model, self.parallel)
