@@ -36,7 +36,7 @@ def add_commands(commands: Any) -> None:
 
     source = 'eval "$(llmb-run completion bash)"'
     completion = command(commands, "completion", run_completion, "print the shell completion script", source)
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
 
 
 def run_list(options: argparse.Namespace) -> int:

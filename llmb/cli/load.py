@@ -46,8 +46,14 @@ def add_request_options(add: Any) -> None:
     add("--isl", type=int, metavar="TOKENS", help="input tokens of a request; default: 1000")
     add("--osl", type=int, metavar="TOKENS", help="output tokens of a request; default: 1000")
     add("--lengths", choices=("fixed", "uniform", "normal"), default="fixed", help="distribution of both lengths")
-    add("--isl-spread", type=float, default=0.0, metavar="TOKENS", help="standard deviation, or half the range")
-    add("--osl-spread", type=float, default=0.0, metavar="TOKENS")
+    add(
+        "--isl-spread",
+        type=float,
+        default=0.0,
+        metavar="TOKENS",
+        help="of input lengths: standard deviation, or half the range",
+    )
+    add("--osl-spread", type=float, default=0.0, metavar="TOKENS", help="the same of output lengths")
     add("--lengths-file", type=Path, metavar="FILE", help="pairs of input and output length to draw from")
     add("--dataset", type=Path, metavar="FILE", help="prompts from a file: JSONL or ShareGPT's JSON")
     add("--trace", type=Path, metavar="FILE", help="lengths and times from a trace: Mooncake JSONL or Azure CSV")
@@ -60,7 +66,7 @@ def add_request_options(add: Any) -> None:
     add("--tokenizer", type=Path, metavar="FOLDER", help="counts tokens exactly; without it a word counts as one")
     add("--vocab-size", type=int, metavar="N", help="of token ids, without a tokenizer")
     add("--use-eos", action="store_true", help="outputs may end before --osl; default: ask the server to ignore EOS")
-    add("--temperature", type=float, default=0.0, metavar="T")
+    add("--temperature", type=float, default=0.0, metavar="T", help="of sampling; default: 0, greedy")
     add("--seed", type=int, default=1234, metavar="N", help="of prompts, lengths and arrival times")
 
 

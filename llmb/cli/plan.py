@@ -12,7 +12,7 @@ from llmb.cli.subcommand import command
 EXAMPLES = (
     "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 65536 --host-gb 178 --device-gb 78",
     "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 8192 --host-gb 60 --device-gb 24 --gpu-type h200 --set gbs=16",
-    "llmb-run plan -w outofcore_llama3 -s 70b --gpu-type h200 --set update=master --json",
+    "llmb-run plan -w outofcore_llama3 -s 3b --gpu-type h200 --set update=master --json",
     "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 8192 --host-gb 20 --device-gb 24 --gpu-type h200 "
     "--set disk_gib=64 --set disk_gbs=7    # what the host does not hold on a disk of 7 GB/s",
     "llmb-run plan -w outofcore_llama3 -s 70b --gpu-type h200 --host-gb 110 --device-gb 125 --set lora_rank=16 "

@@ -187,7 +187,9 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
             if config.fault_injection is not None:
                 print(f"\n{config.name}: {fault_lines(config.fault_injection)}")
             if config.engine != "native":
-                print(f"\n{config.name}: {format_engine_command(config)}", end="")
+                print(
+                    f"\n{config.name}, the command of engine {config.engine}:\n{format_engine_command(config)}", end=""
+                )
 
 
 def run_repeatedly(

@@ -25,7 +25,7 @@ BURST = {"fp32": 0.94, "bf16": 0.94, "fp8": 0.80, "nvfp4": 0.80}  # 925 and 1,58
 # Highest SM clock over that of the data sheet's peaks, in MHz: H100 1,980 over 1,830, B200 1,965 over 1,856, A100 1,410
 # over 1,410.
 HIGHEST_CLOCK = 1.09
-BY_MEASUREMENT = "most of whole steps on an H200 of 700 W, and 5 % between chips"
+BY_MEASUREMENT = "the most measured in whole steps on an H200 of 700 W, and 5 % more for other chips"
 BY_PEAK = "dense peak at the highest clock; what the chip sustains was not measured"
 BY_NOMINAL = "nominal bandwidth"
 

@@ -117,14 +117,21 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     if result.days_per_1t_tokens is not None:
         yield "time to train", number(result.days_per_1t_tokens), "days", "for 1T tokens at this throughput"
     if result.peak_memory_gib is not None:
-        where = "process" if _machine(result) == "cpu" else "device"
-        yield "peak memory", number(result.peak_memory_gib), "GiB", f"highest {where} memory in use"
+        yield "peak memory", number(result.peak_memory_gib), "GiB", _memory_text(result)
     for slow in result.slow_ranks:
         where = f" on {slow.host}" if slow.host else ""
         explanation = f"{number(slow.own_s)} s of own work a step, the median of the others {number(slow.usual_s)}"
         yield f"slow rank {slow.rank}{where}", f"{slow.ratio:.2f}", "x", explanation
     if result.loss_first is not None and result.loss_last is not None:
         yield "loss", number(result.loss_last), "", f"at step {result.steps_done}, from {number(result.loss_first)}"
+
+
+def _memory_text(result: Result) -> str:
+    """Return whose peak was measured."""
+    if _machine(result) != "cpu":
+        return "highest device memory in use"
+    is_out_of_core = "update" in result.number_formats
+    return "device buffers of the plan, on this CPU's memory" if is_out_of_core else "highest process memory in use"
 
 
 def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
@@ -157,8 +164,8 @@ def distribution_rows(result: Result) -> Iterator[tuple[str | None, ...]]:
     speeds = result.output_speed_summary_tokens_per_s or (None if speed is None else {"mean": speed})
     distributions = (
         ("TTFT", result.ttft_ms, "ms", "to the first token"),
-        ("TPOT", result.tpot_ms, "ms", "per token after it"),
-        ("ITL", result.itl_ms, "ms", "between two tokens"),
+        ("TPOT", result.tpot_ms, "ms", "per output token after the first"),
+        ("ITL", result.itl_ms, "ms", "between two output tokens"),
         ("end to end", result.e2e_ms, "ms", "to the last token"),
         ("output speed", speeds, "tokens/s", "p99 is the fastest"),
     )
@@ -214,7 +221,7 @@ def telemetry_text(telemetry: GpuTelemetry | None) -> str:
 
 def _time_spent(result: Result) -> str:
     rows = [(t.kind, number(t.seconds_per_step), f"{100 * t.share:.1f}%") for t in result.time_spent]
-    table = render(("where the time went", "s per step", "share"), rows)
+    table = render(("where the time went", "s per step", "fraction"), rows)
     return table + ("\n(own times of CPU operations; idle is Python between them)" if _machine(result) == "cpu" else "")
 
 

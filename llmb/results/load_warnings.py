@@ -39,7 +39,7 @@ def load_cautions(
         hint = f"--requests {FULL_TIMES * load.concurrency}"
         yield (
             "FEW_REQUESTS",
-            f"{len(measured)} requests for {load.concurrency} at a time: filling and draining weigh much; {hint}",
+            f"{len(measured)} requests for {load.concurrency} at a time: ramp-up and drain weigh much; {hint}",
         )
     due = [r.scheduled for r in measured if r.scheduled is not None]
     if load.is_open_loop and len(due) == len(measured) > 1:

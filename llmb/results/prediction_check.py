@@ -16,7 +16,7 @@ SLOWING = {
     "PROFILER_ON": "tracing slows it",
     "SLOW_RANK": "the others wait for a slow rank",
     "CLIENT_BOUND": "requests were sent late",
-    "FEW_REQUESTS": "filling and draining weigh much",
+    "FEW_REQUESTS": "ramp-up and drain weigh much",
     "NOISY_STEPS": "step times vary, so other work may share the machine",
     "DEQUANTISED": "weights are dequantized for every GEMM",
     "RANDOM_ROUTING": "random weights route tokens unevenly",

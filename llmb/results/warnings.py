@@ -119,7 +119,7 @@ def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Even
     full = min(work.concurrency, work.max_batch_size * _replicas(config))
     if len(measured) < FULL_TIMES * full and work.rate is None:
         hint = f"--set num_requests={FULL_TIMES * full}"
-        yield "FEW_REQUESTS", f"{len(measured)} requests for {full} at a time: filling and draining weigh much; {hint}"
+        yield "FEW_REQUESTS", f"{len(measured)} requests for {full} at a time: ramp-up and drain weigh much; {hint}"
     if (
         fields.get("steady_output_tokens_per_s") is None and work.streaming and work.rate is None
     ):  # else nobody saw when tokens came

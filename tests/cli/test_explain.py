@@ -79,6 +79,7 @@ def test_a_proxy_on_a_cpu_has_no_limit(llmb_run, stored_run):
     assert data["verdict"] == "unknown"
     assert data["terms"][0]["measured_s"] is not None
     assert "the speed of a CPU is not predicted" in data["notes"]
+    assert any(note.startswith("note PROXY: ") for note in data["notes"])  # as the run's own summary calls it
 
 
 def test_a_served_run_is_explained_by_its_figures(llmb_run, recipes, tmp_path):

@@ -19,6 +19,7 @@ from llmb.config.row_selection import RunRequest
 from llmb.events import RunEnded, append
 from llmb.launch.install_root import install_root
 from llmb.launch.run_files.pid_file import write_pid_file
+from llmb.launch.run_files.short_path import link_short_path
 from llmb.launch.run_folder import RunFolder, store_path
 from llmb.results.job_store import Store
 
@@ -105,6 +106,21 @@ def test_cancel_ends_a_local_run(llmb_run, store):
     running.communicate(timeout=60)
     assert running.returncode == 2
     assert store.job("L1").status == "incomplete"
+
+
+def test_a_job_is_named_by_its_id_its_folder_or_its_short_path(llmb_run, store, recipes, tmp_path):
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    run = RunFolder.create(install_root(os.environ), config, datetime.now())
+    append(run.events(0), RunEnded(time=time.time(), status="failed", reason="killed"))
+    job_id = store.add(config, run.path)
+    short = link_short_path(install_root(os.environ), job_id, run.path, run.config)
+    for name in (job_id, run.path, short, short.name):
+        assert llmb_run("jobs", "refresh", name)[:2] == (0, "L1: failed (killed)\n"), name
+        assert llmb_run("jobs", "show", name)[1].startswith("job L1, failed (killed)\n")
+        assert llmb_run("jobs", "log", name, "--dir")[0] == 0
+        assert llmb_run("jobs", "cancel", name)[1] == "L1: has ended already\n"
+    code, _, err = llmb_run("jobs", "show", tmp_path)
+    assert (code, err) == (1, f"ERROR: no job '{tmp_path}'; the newest are: L1\n")
 
 
 @pytest.mark.parametrize("launcher", ["local", "slurm"])

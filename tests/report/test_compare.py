@@ -88,6 +88,7 @@ def test_batches_of_another_size_are_compared_by_tokens(run):
 
 def test_one_estimate_is_shown_for_noisy_runs(run):
     compared = compare(run(1.0, spread=0.3), run(1.6, spread=0.3))
+    assert re.search(r": A has \d+ blocks? of \d+ steps?, B has \d+ blocks? of \d+ steps?; ", text(compared))
     ratio = next(f["ratio"] for f in compared["figures"] if f["figure"] == "tokens_per_s")
     assert ratio == pytest.approx(compared["speed"]["ratio"], rel=1e-12)
     assert compared["speed"]["low"] < ratio < compared["speed"]["high"]

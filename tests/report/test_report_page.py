@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 from page_runs import HOSTILE, hostile, served, trained
 
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import RunRequest
 from llmb.errors import ConfigError
 from llmb.events import GpuSample
 from llmb.perfmodel.explain.explanation import TermPair
@@ -16,7 +18,7 @@ from llmb.perfmodel.probe.node_collectives import NodeCollectives
 from llmb.perfmodel.probe.probe_record import CollectiveRate, Collectives, ProbeDetails, ProbeRecord, spread
 from llmb.report.page import chart_library
 from llmb.report.page.ceilings_card import ceilings
-from llmb.report.page.configuration_cards import flatten
+from llmb.report.page.configuration_cards import configuration, flatten
 from llmb.report.page.page_chart import plain
 from llmb.report.page.run_page import run_page
 from llmb.report.page.serving_charts import serving_charts
@@ -219,3 +221,15 @@ def test_without_the_library_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(chart_library, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="-m pip install plotly"):
         chart_library.compressed_script()
+
+
+def test_a_run_on_a_cpu_has_processes_not_gpus(recipes):
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    record = replace(trained(recipes), config=config)
+    on_cpu = replace(record, result=replace(record.result, gpu="cpu"))
+    assert "TFLOP/s per process" in sentences(on_cpu)[1]
+    caption = named(training_charts(on_cpu), "memory-kinds").captions[0]
+    assert "GiB per process, measured" in caption
+    assert "leaves out Python and its libraries" in caption
+    assert "GiB on the fullest GPU" in named(training_charts(trained(recipes)), "memory-kinds").captions[0]
+    assert "Nothing differs from the recipe" in configuration(on_cpu)

@@ -51,6 +51,26 @@ def test_hfu_counts_what_the_plan_computes_again(config):
     assert result.mfu < result.hfu
 
 
+def test_a_plan_without_a_time_names_what_was_not_measured(config):
+    plan = replace(config.workload.prediction, step_s=None, disk_bytes={})
+    on_gpu = replace(config, machine=Machine(gpu="h100", gpus=1, gpus_per_node=8))
+
+    def note(config, plan):
+        return predict_run(replace(config, workload=replace(config.workload, prediction=plan))).note
+
+    assert note(config, plan) == "the speed of a CPU is not predicted"
+    assert note(on_gpu, plan) == "the rates of h100 are not known; `llmb-run probe` measures them"
+    on_disk = replace(plan, disk_bytes={"state": 2**30}, rates={**plan.rates, "disk_read_gbs": None})
+    assert note(on_gpu, on_disk).startswith("the rates of the disk are not known; `llmb-run probe --disk-path FOLDER`")
+
+
+def test_peak_memory_says_whose_it_is(config, recipes):
+    steps = [StepDone(step=n, seconds=1.0, tokens=8, memory_bytes=2**30) for n in range(1, 8)]
+    assert "device buffers of the plan" in summary(derive(config, [*steps, RunEnded(status="ok")]))
+    trained = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    assert "highest process memory in use" in summary(derive(trained, [*steps, RunEnded(status="ok")]))
+
+
 def test_without_a_prediction_there_is_nothing_to_compare(config):
     unknown = replace(config, workload=replace(config.workload, prediction=None), predicted=None)
     assert derive(unknown, events()).predicted is None

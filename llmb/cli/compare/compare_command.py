@@ -16,8 +16,10 @@ def add_commands(commands: Any) -> None:
         "llmb-run compare L1,L2,L3 L4,L5,L6                 # repeats of two configurations",
         "llmb-run compare RUN_FOLDER_A RUN_FOLDER_B --json",
     )  # fmt: skip
-    compare.add_argument("a", help="the baseline: a job id, a run folder, or several of one configuration: L1,L2")
-    compare.add_argument("b", nargs="+", help="the runs to compare with it")
+    compare.add_argument(
+        "a", metavar="A", help="the baseline: a job id, a run folder, or several of one configuration: L1,L2"
+    )
+    compare.add_argument("b", metavar="B", nargs="+", help="the runs to compare with it")
     compare.add_argument("--force", action="store_true", help="compare different workloads anyway")
     formats = compare.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="as JSON")

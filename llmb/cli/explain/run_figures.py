@@ -23,6 +23,7 @@ from llmb.perfmodel.hardware import TERA
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures
 from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
 from llmb.perfmodel.step_time.step_setup import setup_of
+from llmb.report.summary import warning_lines
 from llmb.results.result import Result
 
 
@@ -44,7 +45,7 @@ def explain_result(config: RunConfig | None, result: Result) -> Explanation:
             explanation = _out_of_core(config, work, result)
         case Inference():
             explanation = _serving(config, result)
-    notes = tuple(f"warning {warning.code}: {warning.text}" for warning in result.warnings)
+    notes = tuple(warning_lines(result))
     if result.predicted is not None and result.predicted.likely_reason is not None:
         notes = (f"likely reason: {result.predicted.likely_reason}", *notes)
     return replace(explanation, published=_published(config, result), notes=(*explanation.notes, *notes))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmb.cli.jobs.job_table import filters, is_filtered
-from llmb.cli.jobs.jobs import open_store
+from llmb.cli.jobs.jobs import open_store, stored_job
 from llmb.cli.jobs.polling import Poller
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.formats.folder_access import owner
@@ -32,7 +32,7 @@ def _selected(store: Store, options: argparse.Namespace) -> list[Job]:
     if options.job_ids and (options.all or is_filtered(options)):
         raise ConfigError("name jobs, or select them by --all and filters; not both")
     if options.job_ids:
-        return [store.job(job_id) for job_id in options.job_ids]
+        return [stored_job(store, name) for name in options.job_ids]
     if not options.all:
         raise ConfigError("which jobs? name them, or give --all and filters: llmb-run jobs cancel --all --on slurm")
     return [job for job in store.jobs(**filters(options)) if job.going]

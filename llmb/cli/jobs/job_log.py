@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmb.cli.jobs.jobs import open_store
+from llmb.cli.jobs.jobs import open_store, stored_job
 from llmb.cli.jobs.polling import Poller
 from llmb.errors import ConfigError
 from llmb.launch.run_files.pid_file import is_alive
@@ -19,7 +19,7 @@ POLL_SLURM_S = 5.0
 def run(options: argparse.Namespace) -> int:
     """Print the tail of a log, or its path."""
     with open_store() as store:
-        job = store.job(options.job_id)
+        job = stored_job(store, options.job_id)
         folder = RunFolder.open(Path(job.run_dir))
         if options.path or options.dir:
             print(log_path(folder, job) if options.path else folder.path)

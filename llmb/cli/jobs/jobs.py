@@ -10,6 +10,8 @@ from typing import Any
 from llmb.cli.jobs.job_table import add_filters
 from llmb.cli.subcommand import command
 
+JOB_HELP = "an id from `llmb-run jobs` (L3, 4711), or a run folder"
+
 
 def add_commands(commands: Any) -> None:
     """Register jobs and its verbs; `jobs` alone is `jobs list`."""
@@ -31,15 +33,15 @@ def add_commands(commands: Any) -> None:
         listing.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --html; default: runs.html here")
         add_filters(listing)
     show = command(verbs, "show", run_show, "one run with its figures")
-    show.add_argument("job_id")
+    show.add_argument("job_id", help=JOB_HELP)
     show.add_argument("--json", action="store_true", help="the stored Result")
     _add_log(verbs)
     cancel = command(verbs, "cancel", run_cancel, "end active runs")
-    cancel.add_argument("job_ids", nargs="*", metavar="job_id")
+    cancel.add_argument("job_ids", nargs="*", metavar="job_id", help=JOB_HELP)
     cancel.add_argument("--all", action="store_true", help="all active runs, or those that match the filters")
     add_filters(cancel)
     retry = command(verbs, "retry", run_retry, "run the same configuration again, in a new folder")
-    retry.add_argument("job_ids", nargs="+", metavar="job_id")
+    retry.add_argument("job_ids", nargs="+", metavar="job_id", help=JOB_HELP)
     retry.add_argument("--exclude-node", action="append", default=[], metavar="NODE", help="not on this node (Slurm)")
     refresh = command(verbs, "refresh", run_refresh, "update the status of active runs")
     refresh.add_argument("job_ids", nargs="*", metavar="job_id", help="default: all active runs")
@@ -48,7 +50,7 @@ def add_commands(commands: Any) -> None:
 
 def _add_log(verbs: Any) -> None:
     log = command(verbs, "log", run_log, "the log of a run")
-    log.add_argument("job_id")
+    log.add_argument("job_id", help=JOB_HELP)
     log.add_argument("--tail", type=int, default=200, metavar="N", help="last N lines (200)")
     log.add_argument("-f", "--follow", action="store_true", help="follow the log until the run ends")
     where = log.add_mutually_exclusive_group()
@@ -68,15 +70,36 @@ def open_store() -> Any:
 
 def open_run(name: str) -> Any:
     """Open the run folder of a job id, a path, or the name of a short path."""
-    from llmb.launch.install_root import install_root
-    from llmb.launch.run_files.short_path import short_paths
     from llmb.launch.run_folder import RunFolder
 
-    for path in (Path(name), short_paths(install_root(os.environ)) / name):
-        if path.is_dir():
-            return RunFolder.open(path)
+    folder = _named_folder(name)
+    if folder is not None:
+        return RunFolder.open(folder)
     with open_store() as store:
         return RunFolder.open(Path(store.job(name).run_dir))
+
+
+def stored_job(store: Any, name: str) -> Any:
+    """Return the row of a job id, of a run folder, or of the name of a short path."""
+    from llmb.errors import ConfigError
+
+    try:
+        return store.job(name)
+    except ConfigError:
+        folder = _named_folder(name)
+        jobs = () if folder is None else store.jobs()
+        rows = [job for job in jobs if folder is not None and Path(job.run_dir).resolve() == folder.resolve()]
+        if not rows:
+            raise
+        return rows[-1]
+
+
+def _named_folder(name: str) -> Path | None:
+    """Return the run folder of a path, or of the name of a short path; None: there is none."""
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_files.short_path import short_paths
+
+    return next((path for path in (Path(name), short_paths(install_root(os.environ)) / name) if path.is_dir()), None)
 
 
 def run_list(options: argparse.Namespace) -> int:
@@ -128,7 +151,7 @@ def run_show(options: argparse.Namespace) -> int:
     from llmb.report.terminal.colour import print_report
 
     with open_store() as store:
-        (job,) = _refresh(store, [store.job(options.job_id)])
+        (job,) = _refresh(store, [stored_job(store, options.job_id)])
         retries = [retry.job_id for retry in store.retries_of(job.job_id)]
     run = RunFolder.open(Path(job.run_dir))
     config, result = load_run(run)
@@ -196,7 +219,7 @@ def run_refresh(options: argparse.Namespace) -> int:
     from llmb.cli.jobs.auto_retry import retry_failed
 
     with open_store() as store:
-        jobs = [store.job(job_id) for job_id in options.job_ids] or _unfinished(store)
+        jobs = [stored_job(store, name) for name in options.job_ids] or _unfinished(store)
         for job in _refresh(store, jobs):
             print(f"{job.job_id}: {job.status}" + (f" ({job.reason})" if job.reason else ""))
         retry_failed(store)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmb.cli.jobs.jobs import open_store
+from llmb.cli.jobs.jobs import open_store, stored_job
 from llmb.cli.jobs.polling import Poller
 from llmb.cli.run_options import cluster_here
 from llmb.cli.submit import run_again
@@ -28,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
     """Retry each named job: Slurm jobs are submitted, local ones run here and now."""
     codes = [0]
     with open_store() as store:
-        jobs = [_check_ended(job) for job in Poller(store).refresh([store.job(job_id) for job_id in options.job_ids])]
+        jobs = [stored_job(store, name) for name in options.job_ids]
+        jobs = [_check_ended(job) for job in Poller(store).refresh(jobs)]
         for job in jobs:
             try:
                 if job.launcher == "slurm":

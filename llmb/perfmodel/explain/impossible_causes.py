@@ -36,7 +36,8 @@ def serving_causes(setup: ServingSetup, figures: ServedFigures) -> Iterator[str]
     )
     if shorter is not None:
         produced = (1 - shorter) * setup.osl
-        yield f"outputs end early and are counted as asked: at most {produced:.0f} of {setup.osl} tokens are possible"
+        possible_tokens = f"at most {produced:.0f} of {setup.osl} tokens are possible"
+        yield f"outputs end early but count at the requested length: {possible_tokens}"
     if figures.latency_ms and not possible(figures) and possible(replace(figures, latency_ms=None)):
         yield "speculative decoding: several tokens of a request in one step"
     yield from _common(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmb.config.load_settings import LoadConfig
-from llmb.config.spec import Inference, OutOfCore, Predicted, RunConfig, Training
+from llmb.config.spec import Inference, OutOfCore, Predicted, Prediction, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
@@ -156,12 +156,19 @@ def _out_of_core(config: RunConfig, work: OutOfCore, memory_gib: float) -> Predi
     """Take the time that the plan was chosen for; no interval is known for it."""
     plan = work.prediction
     if plan is None or plan.step_s is None:
-        probe = "; `llmb-run probe` measures them"
-        note = ON_CPU if config.machine.gpu == "cpu" else f"the rates of {config.machine.gpu} are not known{probe}"
-        return Predicted(metric="step_time_s", memory_gib=memory_gib, note=note)
+        return Predicted(metric="step_time_s", memory_gib=memory_gib, note=_untimed_plan(config, plan))
     return Predicted(
         metric="step_time_s",
         value=plan.step_s,
         memory_gib=memory_gib,
         source=f"its plan, by rates {plan.rates['source']}",
     )
+
+
+def _untimed_plan(config: RunConfig, plan: Prediction | None) -> str:
+    """Return why a plan has no time: nothing says how fast the machine, or the disk that it uses, is."""
+    if config.machine.gpu == "cpu":
+        return ON_CPU
+    if plan is not None and plan.disk_bytes and plan.rates.get("disk_read_gbs") is None:
+        return "the rates of the disk are not known; `llmb-run probe --disk-path FOLDER` measures them"
+    return f"the rates of {config.machine.gpu} are not known; `llmb-run probe` measures them"

@@ -89,17 +89,17 @@ def step_method(comparisons: Sequence[dict[str, Any]]) -> str:
         return ""
     if any(runs > 1 for compared in comparisons for runs in compared["runs"]):
         return REPEATED
-    runs = ", ".join(f"{label} {text}" for label, text in blocks.items())
+    runs = ", ".join(f"{label} has {text}" for label, text in blocks.items())
     return (
         f"95 % intervals by a bootstrap over blocks of steps, as long as their autocorrelation requires: {runs}; "
-        "noise between runs is not in them: llmb-run ab"
+        "they leave out noise between runs, which `llmb-run ab` measures"
     )
 
 
 def _blocks(time: dict[str, Any]) -> str:
     if time["blocks"] < FEWEST_BLOCKS:
         return f"the range of its {time['n']} steps, which depend on one another too much"
-    return f"{time['blocks']} of {time['block']}"
+    return f"{time['blocks']} blocks of {time['block']} step{'s' if time['block'] > 1 else ''}"
 
 
 def _differing(differing: dict[str, list[Any]], labels: Sequence[str]) -> str:

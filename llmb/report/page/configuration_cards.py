@@ -62,7 +62,8 @@ def configuration(record: RunRecord) -> str:
     every = table("settings", ("setting", "value"), [(name, _text(value)) for name, value in pairs], "words pairs")
     environment = table("environment", ("variable", "value"), sorted(config.environment.items()))
     if not changed and not isinstance(config, LoadConfig):  # which has no recipe
-        changed = "<p>Nothing differs from the recipe.</p>"
+        origin = "the recipe's proxy" if config.proxy else "the recipe"
+        changed = f"<p>Nothing differs from {origin}.</p>"
     content = f"{changed}<details><summary>All settings</summary>{every}{environment}</details>"
     return section("configuration", "Configuration", content, css="long")
 

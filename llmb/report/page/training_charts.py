@@ -167,13 +167,15 @@ def memory_by_kind(record: RunRecord) -> Chart | None:
                 "marker": fill(6), "hovertemplate": "measured peak %{x:.4g} GiB<extra></extra>",
             }
         )  # fmt: skip
-    total = f"Estimated {number(sum(kinds.values()))} GiB on the fullest GPU"
+    is_cpu = record.config.machine.gpu == "cpu"
+    total = f"Estimated {number(sum(kinds.values()))} GiB {'per process' if is_cpu else 'on the fullest GPU'}"
+    absent = "Python and its libraries" if is_cpu else "the context, workspaces and fragmentation"
     peak = f", measured {number(measured)} GiB" if measured is not None else ""
     return Chart(
         name="memory-kinds", title="Memory by kind, GiB", traces=traces, height=230,
         layout={"barmode": "stack", "xaxis": axis("GiB"), "yaxis": {"automargin": True}, "hovermode": "closest",
                 "legend": {"y": -0.5}},
-        captions=[f"{total}{peak}. The estimate leaves out the context, workspaces and fragmentation."],
+        captions=[f"{total}{peak}. The estimate leaves out {absent}."],
     )  # fmt: skip
 
 

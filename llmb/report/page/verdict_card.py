@@ -62,7 +62,7 @@ def _speed(result: Result) -> str:
         if result.tokens_per_s is not None:
             words.append(f"{number(result.tokens_per_s)} tokens/s")
         if result.tflops_per_gpu is not None:
-            words.append(f"{number(result.tflops_per_gpu)} TFLOP/s per GPU")
+            words.append(f"{number(result.tflops_per_gpu)} TFLOP/s per {'process' if result.gpu == 'cpu' else 'GPU'}")
         if result.mfu is not None:
             words.append(f"MFU {100 * result.mfu:.1f} %")
         elif result.measured_ceiling is not None and result.measured_ceiling.fraction is not None:

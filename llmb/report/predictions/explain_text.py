@@ -27,7 +27,7 @@ def explain_text(explanation: Explanation) -> str:
             )
             for limit in explanation.limits
         ]
-        parts.append(render(("limit of the chip", "needed", "at most", "unit", "% of it", "by"), rows))
+        parts.append(render(("limit of the chip", "needed", "at most", "unit", "% of it", "limit by"), rows))
     if explanation.causes:
         parts.append("\n".join(["would be possible with:", *(f"- {cause}" for cause in explanation.causes)]))
     if explanation.expected:
@@ -64,10 +64,10 @@ def _verdict(explanation: Explanation) -> str:
 def _expected_row(item: Expected) -> tuple[str, ...]:
     title, unit = METRICS[item.metric]
     low, high = item.interval_80
-    inside = "within" if item.within else ("faster than it" if item.ratio > 1 else "slower than it")
+    side = "within" if item.within else ("faster than" if item.ratio > 1 else "slower than")
     return (
         title, number(item.measured), number(item.predicted), f"{number(low)}-{number(high)}", unit,
-        f"{item.ratio:.3f}", inside,
+        f"{item.ratio:.3f}", f"{side} the interval",
     )  # fmt: skip
 
 
