@@ -199,6 +199,7 @@ UNSUPPORTED = [
         {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "gptq"}}},
         "quantization_config: 'gptq'",
     ),
+    (LLAMA_8B | {"per_layer_config": {"1": {"intermediate_size": 64}}}, "per_layer_config={'1'"),
     (LLAMA_8B | {"compression_config": {"format": "float-quantized"}}, "compression_config={'format'"),
     (
         DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},

@@ -75,6 +75,7 @@ SUPPORTED_VALUES: HfConfig = {
     "sliding_window": None,
     "dual_chunk_attention_config": None,
     "compression_config": None,  # older name of quantization_config
+    "per_layer_config": None,  # settings of single layers
     "partial_rotary_factor": 1.0,
     # Only training has them.
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), 0.0),
