@@ -90,6 +90,16 @@ def test_gpt2_falcon_and_dbrx_name_their_sizes_otherwise(tmp_path):
     assert (dbrx.kv_heads, dbrx.experts.count, dbrx.experts.top_k, dbrx.experts.ffn) == (8, 16, 4, 10752)
 
 
+def test_the_text_model_beside_a_vision_tower_has_the_defaults_of_its_type(tmp_path):
+    """The published Gemma 3 has no vocab_size."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16}  # fmt: skip
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_hf_shape(tmp_path)
+    assert (shape.model.vocab, shape.model.tied_embeddings, shape.window_layers) == (262_208, True, 5)
+
+
 def test_models_without_a_gate_have_two_projections(shape):
     assert not shape(model_type="starcoder2").model.gated
     assert not shape(model_type="phi").model.gated

@@ -122,6 +122,8 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
     for section in ("text_config", "attn_config", "ffn_config"):
         fields = data[section] if isinstance(data.get(section), dict) else {}
         config |= {name: value for name, value in fields.items() if name != "model_type" or value}
+    if isinstance(data.get("text_config"), dict):
+        config.pop("architectures", None)  # the class with the other towers
     for name, others in OTHER_NAMES.items():
         values = [config[other] for other in others if config.get(other) is not None]
         if values and config.get(name) is None:
