@@ -199,6 +199,7 @@ UNSUPPORTED = [
         {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "gptq"}}},
         "quantization_config: 'gptq'",
     ),
+    (LLAMA_8B | {"per_layer_config": {"1": {"intermediate_size": 64}}}, "per_layer_config={'1'"),
     (LLAMA_8B | {"compression_config": {"format": "float-quantized"}}, "compression_config={'format'"),
     (
         DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
@@ -211,7 +212,23 @@ UNSUPPORTED = [
         DEEPSEEK_V3 | {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.7}},
         "yarn with a factor on cosine and sine",
     ),
-    (to_hf_config(NEMOTRON) | {"hybrid_override_pattern": "MEME"}, "layers MEME are not supported"),
+    (
+        to_hf_config(NEMOTRON) | {"hybrid_override_pattern": "MEME"},
+        "hybrid_override_pattern with E is not supported; only M, *, - are",
+    ),
+    (
+        to_hf_config(NEMOTRON) | {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "moe"] * 2},
+        "layers_block_type with moe is not supported; only linear_attention, mamba, full_attention, attention, mlp are",
+    ),
+    # Of the same model_type: a classifier, an embedding model, the draft of EAGLE-3.
+    *(
+        (
+            LLAMA_8B | {"architectures": [name]},
+            f"architectures={name} is not supported; only LlamaForCausalLM is",
+        )
+        for name in ("LlamaForSequenceClassification", "LlamaModel", "LlamaForCausalLMEagle3")
+    ),
+    (LLAMA_8B | {"architectures": "LlamaForCausalLM"}, "config.json.architectures: expected a list"),
     (to_hf_config(NEMOTRON) | {"hybrid_override_pattern": 4}, "hybrid_override_pattern: expected text, got 4"),
 ]
 
@@ -221,6 +238,11 @@ def test_unsupported_configs_are_rejected(config: dict[str, Any], message: str) 
     with pytest.raises(ConfigError) as error:
         from_hf_config(config)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM"], ["LLaMAForCausalLM"]])
+def test_language_models_are_told_by_their_class(architectures: list[str] | None) -> None:
+    assert from_hf_config(LLAMA_8B | {"architectures": architectures}) == from_hf_config(LLAMA_8B)
 
 
 LLAMA = from_hf_config(LLAMA_8B, "llama")

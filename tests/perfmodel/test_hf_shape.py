@@ -94,9 +94,53 @@ def test_gpt2_falcon_and_dbrx_name_their_sizes_otherwise(tmp_path):
     assert (dbrx.kv_heads, dbrx.experts.count, dbrx.experts.top_k, dbrx.experts.ffn) == (8, 16, 4, 10752)
 
 
+def test_the_text_model_beside_a_vision_tower_has_the_defaults_of_its_type(tmp_path):
+    """The published Gemma 3 has no vocab_size."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16}  # fmt: skip
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_hf_shape(tmp_path)
+    assert (shape.model.vocab, shape.model.tied_embeddings, shape.window_layers) == (262_208, True, 5)
+
+
 def test_models_without_a_gate_have_two_projections(shape):
     assert not shape(model_type="starcoder2").model.gated
     assert not shape(model_type="phi").model.gated
+
+    assert not shape(model_type="apertus").model.gated
+
+
+def test_heads_share_the_embedding_where_their_type_does(shape):
+    """A file leaves tie_word_embeddings out where it has the default of its class."""
+    assert shape(model_type="cohere").model.tied_embeddings
+    assert not shape(model_type="cohere", tie_word_embeddings=False).model.tied_embeddings
+    assert not shape(model_type="glm4").model.tied_embeddings
+
+
+def test_experts_are_named_in_several_ways(shape):
+    ernie = {"moe_num_experts": 16, "moe_k": 3, "moe_intermediate_size": 256, "moe_num_shared_experts": 2}
+    experts = shape(**ernie, moe_layer_start_index=1, moe_layer_end_index=2, moe_layer_interval=1).model.experts
+    assert (experts.count, experts.top_k, experts.shared, experts.dense_layers) == (16, 3, 2, 2)
+    leading = {
+        "first_k_dense_replace": 2,
+        "num_dense_layers": 2,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "moe_layer_freq": 2,
+    }
+    assert {name: shape(**{name: value}, **EXPERTS).model.experts.dense_layers for name, value in leading.items()} == (
+        dict.fromkeys(leading, 2)
+    )
+    assert shape(num_shared_experts=1, **EXPERTS).model.experts.shared == 1
+    hunyuan = {"num_experts": 16, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [256] * 4}
+    experts = shape(**hunyuan).model.experts
+    assert (experts.top_k, experts.shared, experts.ffn) == (2, 1, 256)
+    with pytest.raises(ConfigError, match="a mixture of experts needs num_experts_per_tok"):
+        shape(num_experts=16, moe_intermediate_size=256)
+
+
+def test_a_list_of_softmax_layers_is_no_linear_attention(shape):
+    assert shape(attn_type_list=[1] * 4).model == shape().model
 
 
 def test_mla_may_have_no_latent_of_queries(shape):
@@ -114,6 +158,9 @@ def test_chunks_and_windows_without_a_list_of_layers(shape):
     assert (shape(attention_chunk_size=8192).window, shape(attention_chunk_size=8192).window_layers) == (4096, 3)
     sliding = shape(model_type="cohere2", sliding_window=256, sliding_window_pattern=4)
     assert (sliding.window, sliding.window_layers) == (256, 3)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]  # EXAONE 4 has both
+    listed = shape(model_type="exaone4", sliding_window=256, sliding_window_pattern="LLLG", layer_types=kinds)
+    assert (listed.window, listed.window_layers) == (256, 3)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"])
@@ -179,6 +226,17 @@ def test_layers_of_delta_nets_are_those_of_the_list_or_three_of_four(shape):
         {"is_encoder_decoder": True},
         {"layer_types": ["rwkv", "full_attention"]},
         {"model_type": "bert"},
+        {"model_type": "jetmoe"},
+        {"attn_type_list": [1, 0, 1, 1]},
+        {"conv_L_cache": 3},
+        {"hidden_size_per_layer_input": 256},
+        {"per_layer_config": {"1": {"head_dim": 128}}},
+        {"hybrid_layer_pattern": [0, 1, 1, 1]},
+        {"use_residual": True, **EXPERTS},
+        {"zero_expert_num": 8, **EXPERTS},
+        {"moe_layers_enum": "2,3", **EXPERTS},
+        {"v_head_dim": 32},
+        {"intermediate_size": [1024, 1024, 512, 512]},
     ],
 )
 def test_blocks_that_are_not_modelled_are_refused_by_name(shape, fields):
