@@ -135,7 +135,8 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(linear := data.get("linear_attn_config"), dict):  # of Kimi Linear, which counts its layers from 1
         config["linear_num_heads"], config["linear_head_dim"] = linear.get("num_heads"), linear.get("head_dim")
         config["linear_conv_kernel_dim"] = linear.get("short_conv_kernel_size")
-        full, layers = linear.get("full_attn_layers") or (), _count(config, "num_hidden_layers") or 0
+        full = convert(tuple[int, ...], linear.get("full_attn_layers") or (), "config.json: full_attn_layers")
+        layers = _count(config, "num_hidden_layers") or 0
         config["layer_types"] = [KINDS[layer in full] for layer in range(1, layers + 1)]
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         config["num_key_value_heads"] = 1
@@ -150,16 +151,16 @@ def _check_modelled(config: dict[str, Any], path: Path) -> None:
     kinds = convert(tuple[str, ...], config.get("layer_types") or (), "config.json: layer_types")
     if unknown := sorted(set(kinds) - set(ATTENTION_TYPES)):
         raise ConfigError(f"{path}: layer_types: {', '.join(unknown)} is not modelled, so nothing is predicted")
-    if "linear_attention" in kinds and config.get("model_type") not in DELTA_NETS:
-        raise ConfigError(f"{path}: linear_attention of model_type {config.get('model_type')} is not modelled")
-    if "shared" in (config.get("indexer_types") or ()):
+    model_type = str(config.get("model_type"))
+    if "linear_attention" in kinds and model_type not in DELTA_NETS:
+        raise ConfigError(f"{path}: linear_attention of model_type {model_type} is not modelled")
+    if "shared" in convert(tuple[str, ...], config.get("indexer_types") or (), "config.json: indexer_types"):
         raise ConfigError(f"{path}: indexer_types: an indexer of several layers is not modelled")
     if 0 in (config.get("attn_type_list") or ()):  # 1: softmax, in a MiniMax-M2 in all layers
         raise ConfigError(f"{path}: attn_type_list (linear attention) is not modelled, so nothing is predicted")
-    if (feature := NOT_MODELLED_TYPES.get(str(config.get("model_type")))) is not None:
-        raise ConfigError(
-            f"{path}: model_type {config['model_type']} ({feature}) is not modelled, so nothing is predicted"
-        )
+    if model_type in NOT_MODELLED_TYPES:
+        feature = NOT_MODELLED_TYPES[model_type]
+        raise ConfigError(f"{path}: model_type {model_type} ({feature}) is not modelled, so nothing is predicted")
     if config.get("v_head_dim") and not config.get("kv_lora_rank"):
         raise ConfigError(f"{path}: v_head_dim without kv_lora_rank is not modelled, so nothing is predicted")
 
@@ -221,7 +222,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         mamba=_mamba(config),
         delta_net=delta_net,
         attention_pattern=_attention_pattern(config, layers) if delta_net else "F",
-        output_gate=DELTA_NETS.get(config.get("model_type", ""), False),
+        output_gate=DELTA_NETS.get(str(config.get("model_type")), False),
     )
     window, windowed = _window(config)
     depth = _count(config, "num_nextn_predict_layers", "mtp_num_hidden_layers") or 0
@@ -338,7 +339,7 @@ def _mamba(config: dict[str, Any]) -> MambaConfig | None:
 
 def _delta_net(config: dict[str, Any]) -> DeltaNetConfig | None:
     """Return the gated DeltaNet of Qwen3-Next and its successors, OLMo Hybrid or Kimi Linear."""
-    if config.get("model_type") not in DELTA_NETS:
+    if str(config.get("model_type")) not in DELTA_NETS:
         return None
     conv = _count(config, "linear_conv_kernel_dim") or DeltaNetConfig.conv
     if config["model_type"] == "kimi_linear":
