@@ -49,8 +49,14 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     from llmb.config.huggingface.model_recipe import model_recipe, published_dtype
     from llmb.config.run_list import tasks_for
     from llmb.errors import ConfigError
+    from llmb.perfmodel.model_catalog import is_catalog_name
 
     path, task = Path(options.model), options.task or "train"
+    if not path.exists() and is_catalog_name(options.model):
+        raise ConfigError(
+            f"--model {options.model}: predict and tune know this name; a run needs a Hugging Face folder or its "
+            "config.json (random weights)"
+        )
     config = read_hf_config(path)
     model, stored = from_hf_config(config, model_name(path)), stored_dtype(config)
     gpu = selected_gpu(options) or "cpu"
