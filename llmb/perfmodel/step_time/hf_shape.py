@@ -143,9 +143,9 @@ def _check_modelled(config: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"{path}: layer_types: {', '.join(unknown)} is not modelled, so nothing is predicted")
     if 0 in (config.get("attn_type_list") or ()):  # 1: softmax, in a MiniMax-M2 in all layers
         raise ConfigError(f"{path}: attn_type_list (linear attention) is not modelled, so nothing is predicted")
-    if (feature := NOT_MODELLED_TYPES.get(str(config.get("model_type")))) is not None:
+    if (block := NOT_MODELLED_TYPES.get(str(config.get("model_type")))) is not None:
         raise ConfigError(
-            f"{path}: model_type {config['model_type']} ({feature}) is not modelled, so nothing is predicted"
+            f"{path}: model_type {config['model_type']} ({block}) is not modelled, so nothing is predicted"
         )
     if config.get("v_head_dim") and not config.get("kv_lora_rank"):
         raise ConfigError(f"{path}: v_head_dim without kv_lora_rank is not modelled, so nothing is predicted")
