@@ -128,6 +128,8 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
         values = [config[other] for other in others if config.get(other) is not None]
         if values and config.get(name) is None:
             config[name] = values[0]
+    if config.get("num_hidden_layers") is None and (blocks := config.get("layers_block_type")):
+        config["num_hidden_layers"] = len(blocks)  # newer files of Nemotron-H
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         config["num_key_value_heads"] = 1
     return config
