@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Architecture = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "gemma2", "gemma3",
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "olmo3", "gemma2", "gemma3", "exaone4",
     "mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "grok1", "deepseek",
 ]  # fmt: skip
 

@@ -54,6 +54,7 @@ def test_hybrids_have_their_own_pattern(shape):
     assert hybrid.model.experts.latent == 128
     kinds = ["mamba", "moe", "attention", "moe"]
     assert shape(layers_block_type=kinds, **mamba, **EXPERTS).model.pattern == "ME*E"
+    assert shape(layers_block_type=kinds, num_hidden_layers=None, **mamba, **EXPERTS).model.layers == 4
     with pytest.raises(ConfigError, match="layers_block_type: rwkv is not modelled"):
         shape(layers_block_type=["rwkv", *kinds[1:]], **mamba, **EXPERTS)
     with pytest.raises(ConfigError, match="mtp_hybrid_override_pattern must be letters"):

@@ -15,12 +15,13 @@ DEVICE_FRACTION = 0.9  # of the GPU's memory
 OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.pth", "*.pt", "*.gguf")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add --model and --task."""
+def add_model_options(parser: argparse.ArgumentParser, default: str = "train") -> None:
+    """Add --model and --task; `default`: of the task."""
     add = parser.add_argument
     model_help = "instead of -w: a Hugging Face folder, or its config.json alone (random weights)"
     add("--model", metavar="PATH", help=model_help)
-    add("--task", choices=TASKS, help="with --model: train (default), serve, or offload (out-of-core training)")
+    task_help = f"with --model: train, serve, or offload (out-of-core training); default: {default}"
+    add("--task", choices=TASKS, help=task_help)
 
 
 def recipes_for(options: argparse.Namespace) -> dict[str, Any]:

@@ -82,6 +82,10 @@ SUPPORTED_VALUES: HfConfig = {
     "mamba_hidden_act": "silu",
     "time_step_min": 0.001,
 }
+# Other model types of the same network, published with code of their own.
+OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
+# Of a model with a vision tower the text model is read: its model_type by that of the whole.
+TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Other names that `transformers` reads -> field of config.json.
 ALIASES: dict[str, dict[str, str]] = {
     **{model_type: dict(mixture.aliases) for model_type, mixture in MIXTURES.items()},
@@ -110,13 +114,16 @@ def to_hf_config(model: Model) -> HfConfig:
 def from_hf_config(config: HfConfig, name: str = "") -> Model:
     """Return the model of a config.json, or raise a ConfigError that names what is not supported."""
     model_type = convert(dict[str, Any], config, "config.json").get("model_type")
-    if not isinstance(model_type, str) or model_type not in _READERS:
-        raise UnknownName("model_type of config.json:", model_type, _READERS)
+    if not isinstance(model_type, str) or model_type not in _CLASS_NAMES:
+        raise UnknownName("model_type of config.json:", model_type, _CLASS_NAMES)
     formats = ("mxfp4",) if model_type == "gpt_oss" else ("fp8",)
     check_quantization(config, formats)
     _check_class(config, model_type)
-    if model_type == "gemma3" and isinstance(config.get("text_config"), dict):  # with a vision tower: the text model
-        model_type, config = "gemma3_text", config["text_config"]
+    model_type = OTHER_TYPES.get(model_type, model_type)
+    if model_type in TEXT_TYPES:
+        config = convert(HfConfig, required(config, "text_config"), "config.json.text_config")
+        model_type = TEXT_TYPES[model_type]
+        check_supported(config, {"model_type": model_type})
         check_quantization(config, formats)
     config = _without_aliases(config, ALIASES.get(model_type, {}))
     read_fields = next((dense.read_fields for dense in DENSE_MODELS.values() if dense.hf_type == model_type), set())
@@ -281,7 +288,6 @@ _WRITERS: dict[str, Callable[[Model], HfConfig]] = {
 HF_ARCHITECTURES = tuple(_WRITERS)  # architectures that `transformers` has
 _READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     **{dense.hf_type: dense.read for dense in DENSE_MODELS.values()},
-    "gemma3": DENSE_MODELS["gemma3"].read,
     **{architecture: mixture.read for architecture, mixture in MIXTURES.items()},
     "deepseek_v3": _from_deepseek,
     "nemotron_h": _from_nemotron_h,
@@ -290,8 +296,9 @@ _READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
 _CLASS_NAMES = {
     **{dense.hf_type: dense.class_name for dense in DENSE_MODELS.values()},
     "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
     **{model_type: mixture.class_name for model_type, mixture in MIXTURES.items()},
-    "deepseek_v3": "DeepseekV3ForCausalLM",
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), "DeepseekV3ForCausalLM"),
     "nemotron_h": "NemotronHForCausalLM",
 }
 

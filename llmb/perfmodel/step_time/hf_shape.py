@@ -138,6 +138,8 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
         full = convert(tuple[int, ...], linear.get("full_attn_layers") or (), "config.json: full_attn_layers")
         layers = _count(config, "num_hidden_layers") or 0
         config["layer_types"] = [KINDS[layer in full] for layer in range(1, layers + 1)]
+    if config.get("num_hidden_layers") is None and (blocks := config.get("layers_block_type")):
+        config["num_hidden_layers"] = len(blocks)  # newer files of Nemotron-H
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         config["num_key_value_heads"] = 1
     return config
@@ -159,8 +161,8 @@ def _check_modelled(config: dict[str, Any], path: Path) -> None:
     if 0 in (config.get("attn_type_list") or ()):  # 1: softmax, in a MiniMax-M2 in all layers
         raise ConfigError(f"{path}: attn_type_list (linear attention) is not modelled, so nothing is predicted")
     if model_type in NOT_MODELLED_TYPES:
-        feature = NOT_MODELLED_TYPES[model_type]
-        raise ConfigError(f"{path}: model_type {model_type} ({feature}) is not modelled, so nothing is predicted")
+        block = NOT_MODELLED_TYPES[model_type]
+        raise ConfigError(f"{path}: model_type {model_type} ({block}) is not modelled, so nothing is predicted")
     if config.get("v_head_dim") and not config.get("kv_lora_rank"):
         raise ConfigError(f"{path}: v_head_dim without kv_lora_rank is not modelled, so nothing is predicted")
 
