@@ -90,7 +90,8 @@ class DeltaNetConfig:
 
 
 ATTENTION_KINDS = ("F", "S", "N")  # letters of Model.attention_pattern
-DELTA_NET = "D"  # one more, of models that are predicted and do not run
+# Letters more, of models that are predicted and do not run -> the mixer that such a layer has in place of attention.
+MIXERS = {"D": "delta_net", "M": "mamba"}
 BLOCKS_BY_LETTER = {"M": "mamba", "-": "mlp", "E": "experts", "*": "attention"}  # of Model.pattern
 
 
@@ -118,7 +119,7 @@ class Model:
     qk_norm: Literal["head", "projection"] | None = None  # norm of queries and keys: each head, or all heads as one
     rope: RopeConfig | None = RopeConfig()  # none: attention without position embedding
     # Attention of each layer, repeated over the layers: F full, S sliding window, N full without position embedding,
-    # D gated DeltaNet instead.
+    # D gated DeltaNet, M Mamba-2 instead.
     attention_pattern: str = "F"
     window: int | None = None  # sliding window: tokens that a token attends to, itself included
     local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; none: as the others
@@ -157,7 +158,7 @@ class Model:
         dense = self.experts.dense_layers if self.experts else self.layers
         attention = "mla" if self.mla else "attention"
         mixers = {attention: self.layers}
-        if self.delta_net is not None:
-            linear = sum(self.attention_kind(layer) == DELTA_NET for layer in range(self.layers))
-            mixers = {attention: self.layers - linear, "delta_net": linear}
+        if self.delta_net is not None or self.mamba is not None:
+            kinds = [MIXERS.get(self.attention_kind(layer), attention) for layer in range(self.layers)]
+            mixers = {kind: kinds.count(kind) for kind in dict.fromkeys([attention, *kinds])}
         return {**mixers, "mlp": dense, "experts": self.layers - dense}

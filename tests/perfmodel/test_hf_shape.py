@@ -180,6 +180,28 @@ def test_gated_delta_nets_have_the_weights_of_transformers(tmp_path, model_type)
     assert sum(gemm.weights for gemm in block_gemms(setup, "delta_net")) == sum(weight.numel() for weight in matrices)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "blocks"),
+    [
+        ("bamba", {"attn_layer_indices": [9, 18, 27]}, {"attention": 3, "mamba": 29, "mlp": 32, "experts": 0}),
+        (
+            "granitemoehybrid",
+            {"intermediate_size": 512, "layer_types": ["mamba", "mamba", "mamba", "attention"] * 8},
+            {"attention": 8, "mamba": 24, "mlp": 0, "experts": 32},
+        ),
+        ("granitemoehybrid", {"num_local_experts": 0}, {"attention": 0, "mamba": 32, "mlp": 32, "experts": 0}),
+    ],
+)
+def test_mamba_in_place_of_attention_has_the_weights_of_transformers(tmp_path, model_type, fields, blocks):
+    config = AutoConfig.for_model(model_type, **fields)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | fields, default=str))
+    model = read_hf_shape(tmp_path).model
+    assert {kind: model.blocks.get(kind, 0) for kind in blocks} == blocks
+    assert parameters(model) == sum(weight.numel() for weight in network.parameters())
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
 def test_indexers_have_the_weights_of_transformers(tmp_path, model_type):
     config = AutoConfig.for_model(model_type)
@@ -223,7 +245,7 @@ def test_layers_of_delta_nets_are_those_of_the_list_or_three_of_four(shape):
     "fields",
     [
         {"hc_mult": 4},
-        {"mamba_d_state": 16},
+        {"mamba_d_state": 16, "model_type": "jamba"},
         {"is_encoder_decoder": True},
         {"layer_types": ["rwkv", "full_attention"]},
         {"model_type": "bert"},

@@ -16,7 +16,7 @@ from typing import Any
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.huggingface.hf_config import from_hf_config
 from llmb.config.huggingface.mixtures import MIXTURES
-from llmb.config.model import BLOCKS_BY_LETTER, DELTA_NET, DeltaNetConfig, MambaConfig, MlaConfig, Model, MoEConfig
+from llmb.config.model import BLOCKS_BY_LETTER, DeltaNetConfig, MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.config.serialization import convert, read_json
 from llmb.errors import ConfigError
 from llmb.perfmodel.model_catalog import ModelShape, find_model, run_shape
@@ -25,6 +25,7 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_si
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+SHARED_WIDTHS = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 EXPERT_STEPS = (  # one layer of so many has experts
     "interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval", "moe_layer_frequency", "moe_layer_freq",
 )  # fmt: skip
@@ -51,15 +52,22 @@ TIED = (
 )  # fmt: skip
 HYBRID_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}  # of `layers_block_type`
 KINDS = ("linear_attention", "full_attention")
-ATTENTION_TYPES = ("sliding_attention", "chunked_attention", "indexed_attention", *KINDS)  # of `layer_types`
+ATTENTION_TYPES = (
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "mamba",
+    "attention",
+    *KINDS,
+)  # of `layer_types`
 # Model types whose linear attention is a gated DeltaNet -> they have a gate on the output of attention, too.
 DELTA_NETS = {
     "qwen3_next": True, "qwen3_5_text": True, "qwen3_5_moe_text": True, "olmo_hybrid": False, "kimi_linear": False,
 }  # fmt: skip
+MAMBAS = ("bamba", "granitemoehybrid")  # model types with Mamba-2 in place of the attention of most layers
 # Fields of config.json -> what they describe, which no cost function here counts.
 NOT_MODELLED = {
     "hc_mult": "hyper-connections",
-    "mamba_d_state": "Mamba layers other than Nemotron-H's",
     "attn_layer_period": "Mamba layers other than Nemotron-H's",
     "state_size": "Mamba layers other than Nemotron-H's",
     "lru_width": "linear recurrences (RG-LRU)",
@@ -154,7 +162,9 @@ def _check_modelled(config: dict[str, Any], path: Path) -> None:
     if unknown := sorted(set(kinds) - set(ATTENTION_TYPES)):
         raise ConfigError(f"{path}: layer_types: {', '.join(unknown)} is not modelled, so nothing is predicted")
     model_type = str(config.get("model_type"))
-    if "linear_attention" in kinds and model_type not in DELTA_NETS:
+    if config.get("mamba_d_state") and model_type not in MAMBAS:
+        raise ConfigError(f"{path}: mamba_d_state of model_type {model_type} is not modelled, so nothing is predicted")
+    if "linear_attention" in kinds and model_type not in (*DELTA_NETS, *MAMBAS):
         raise ConfigError(f"{path}: linear_attention of model_type {model_type} is not modelled")
     if "shared" in convert(tuple[str, ...], config.get("indexer_types") or (), "config.json: indexer_types"):
         raise ConfigError(f"{path}: indexer_types: an indexer of several layers is not modelled")
@@ -201,9 +211,11 @@ def _required(config: dict[str, Any], name: str) -> int:
 
 def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     hidden, layers, heads, vocab = (_required(config, name) for name in REQUIRED)
-    experts, delta_net = _experts(config, layers), _delta_net(config)
-    gated = config.get("model_type") not in UNGATED
+    experts, model_type = _experts(config, layers), str(config.get("model_type"))
+    gated = model_type not in UNGATED
     ffn = _count(config, "intermediate_size_mlp", "intermediate_size") or (experts.ffn if experts else None)
+    if model_type == "granitemoehybrid" and experts is None:
+        ffn = _required(config, SHARED_WIDTHS[-1])
     if ffn is None and gated:
         raise ConfigError(f"{path} has no intermediate_size")
     model = Model(
@@ -217,14 +229,14 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         kv_heads=_count(config, "num_key_value_heads") or heads,
         head_dim=_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
-        tied_embeddings=bool(config.get("tie_word_embeddings", config.get("model_type") in TIED)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", model_type in TIED)),
         pattern=_pattern(config),
         experts=experts,
         mla=_mla(config),
         mamba=_mamba(config),
-        delta_net=delta_net,
-        attention_pattern=_attention_pattern(config, layers) if delta_net else "F",
-        output_gate=DELTA_NETS.get(str(config.get("model_type")), False),
+        delta_net=_delta_net(config),
+        attention_pattern=_attention_pattern(config, layers) if model_type in (*DELTA_NETS, *MAMBAS) else "F",
+        output_gate=DELTA_NETS.get(model_type, False),
     )
     window, windowed = _window(config)
     depth = _count(config, "num_nextn_predict_layers", "mtp_num_hidden_layers") or 0
@@ -233,7 +245,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         window=window,
         window_layers=windowed,
         checkpoint=_checkpoint(config.get("quantization_config")),
-        expert_bias=config.get("model_type") == "gpt_oss",
+        expert_bias=model_type == "gpt_oss",
         mtp_depth=depth,
         mtp_blocks=_mtp_blocks(config, model) if depth else (),
     )
@@ -300,7 +312,9 @@ def _shared_experts(config: dict[str, Any], ffn: int) -> int:
     """Return how many experts every token is routed to, as wide as the others."""
     if "llama4" in str(config.get("model_type")):
         return 1
-    width = _count(config, "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+    width = _count(config, *SHARED_WIDTHS)
+    if width and width % ffn:
+        raise ConfigError(f"config.json: a shared expert {width} wide, no multiple of {ffn}, is not modelled")
     return width // ffn if width else _count(config, *SHARED_COUNTS) or 0
 
 
@@ -331,12 +345,16 @@ def _mla(config: dict[str, Any]) -> MlaConfig | None:
 
 
 def _mamba(config: dict[str, Any]) -> MambaConfig | None:
-    heads = _count(config, "mamba_num_heads")
-    if heads is None:
+    if str(config.get("model_type")) in MAMBAS:
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
+        chunk = _count(config, "mamba_chunk_size")
+    elif config.get("mamba_num_heads"):
+        names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
+        chunk = _count(config, "chunk_size")
+    else:
         return None
-    head_dim, groups, state = (_required(config, name) for name in ("mamba_head_dim", "n_groups", "ssm_state_size"))
-    chunk = _count(config, "chunk_size") or 128
-    return MambaConfig(heads=heads, head_dim=head_dim, groups=groups, state=state, chunk=chunk)
+    heads, head_dim, groups, state = (_required(config, name) for name in names)
+    return MambaConfig(heads=heads, head_dim=head_dim, groups=groups, state=state, chunk=chunk or 128)
 
 
 def _delta_net(config: dict[str, Any]) -> DeltaNetConfig | None:
@@ -353,8 +371,12 @@ def _delta_net(config: dict[str, Any]) -> DeltaNetConfig | None:
 
 
 def _attention_pattern(config: dict[str, Any], layers: int) -> str:
-    """Return a letter per layer: gated DeltaNet, or full attention in the last of every few layers."""
+    """Return a letter per layer: the mixer that most have, or full attention in those listed or the last of a few."""
+    letter = "M" if str(config.get("model_type")) in MAMBAS else "D"
     if kinds := config.get("layer_types"):
-        return "".join(DELTA_NET if kind == "linear_attention" else "F" for kind in kinds)
+        return "".join(letter if kind in ("linear_attention", "mamba") else "F" for kind in kinds)
+    if letter == "M":
+        full = convert(tuple[int, ...], config.get("attn_layer_indices") or (), "config.json: attn_layer_indices")
+        return "".join("F" if layer in full else letter for layer in range(layers))
     interval = _count(config, "full_attention_interval") or FULL_INTERVAL
-    return DELTA_NET * (interval - 1) + "F"
+    return letter * (interval - 1) + "F"
