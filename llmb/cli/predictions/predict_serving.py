@@ -7,6 +7,7 @@ from typing import Any
 
 from llmb.cli.explain.cost_options import energy_of
 from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
+from llmb.config.spec import Inference
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.energy_cost import EnergyCost
 from llmb.perfmodel.serving_time.serving_constants import parse_engine
@@ -89,10 +90,11 @@ def _recipe_setups(options: argparse.Namespace) -> list[ServingSetup]:
     from llmb.perfmodel.serving_time.serving_fields import parse_concurrencies, serving_setup_of
 
     config, engine = resolve_row(options)[0], parse_engine(options.engine or "native")
+    lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
+    if lengths and isinstance(config.workload, Inference):
+        config = replace(config, workload=replace(config.workload, **lengths))
     rates = stored_rates(config.machine.gpu, engine == "native", config.precision.dtype)
     setup = serving_setup_of(config, engine, rates)
-    lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
-    setup = replace(setup, **lengths)
     if not options.concurrency:
         return [setup]
     requests = setup.concurrency * setup.waves  # of the row, which other numbers of clients send too
