@@ -181,3 +181,12 @@ def test_engines_that_are_predicted_by_means_say_how_to_state_them(llmb_run):
     assert code == 1
     assert "length_ratio" in err
     assert "--engine native" in err
+
+
+def test_a_served_model_without_an_engine_names_both(llmb_run):
+    unnamed = [*SERVE[: SERVE.index("--engine")], *SERVE[SERVE.index("--engine") + 2 :]]
+    native = json.loads(llmb_run(*unnamed, "--engine", "native", "--json")[1])
+    last = llmb_run(*unnamed)[1].splitlines()[-1]
+    assert last.startswith("engine vllm, as none is named")
+    assert f"E2E {native['e2e_ms']:,.1f} ms at concurrency 64" in last
+    assert "as none is named" not in llmb_run(*SERVE)[1]

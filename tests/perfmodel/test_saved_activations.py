@@ -102,5 +102,5 @@ def test_recomputed_layers_are_not_offloaded(engine):
     )  # fmt: skip
     assert predict(setup).terms["offload"] == 0
     assert predict(replace(setup, recompute_layers=2, offload_layers=1)).terms["offload"] >= 0
-    two, one = (offloaded_bytes(replace(setup, recompute_layers=n)) for n in (2, 3))
-    assert two == pytest.approx(2 * one)
+    first, second = (offloaded_bytes(replace(setup, recompute_layers=n)) for n in (2, 3))
+    assert first == pytest.approx(2 * second)
