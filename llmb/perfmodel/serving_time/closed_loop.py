@@ -60,6 +60,7 @@ class LoopTimes:
     decode: dict[str, Number]
     prefill: dict[str, Number]  # of one request
     seconds: float | None = None  # of a whole run, ramp-up and drain included; none: of steady state only
+    mean_osl: float = 0.0  # output tokens of its requests
 
 
 def load_of(setup: ServingSetup, work: ServingWork) -> Load:

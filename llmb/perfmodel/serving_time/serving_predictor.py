@@ -111,7 +111,7 @@ def serving_device(setup: ServingSetup) -> Device:
 def _output_rate(setup: ServingSetup, load: Load, times: LoopTimes, e2e: float) -> float:
     """Return output tokens/s of a whole run; where only the steady state is known, of requests that always run."""
     if times.seconds is not None:
-        return setup.waves * setup.concurrency * setup.osl / times.seconds
+        return setup.waves * setup.concurrency * times.mean_osl / times.seconds
     return float(load.slots) * setup.osl / (e2e - float(times.queue))
 
 

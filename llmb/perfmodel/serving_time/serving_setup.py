@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.native.predicted_blocks import check_native_blocks
+from llmb.config.native.request_lengths import Lengths
 from llmb.config.native.speculation import MOST_DRAFTS
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
@@ -51,6 +52,7 @@ class ServingSetup:
     draft_shape: ModelShape | None = None  # of a draft model; none: a multi-token-prediction layer proposes
     draft_acceptance: tuple[float, ...] = ()  # of a draft model, by position, in place of `acceptance`
     receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
+    lengths: Lengths = ()  # engine native: input and output tokens of each request; none: all have isl and osl
     waves: int = WAVES  # requests per client: the first ones arrive together
     attention_dtype: str | None = None  # engine native: fp8, of prefill attention; none: bf16
     fp8_recipe: str | None = None  # engine native: how fp8 weights are scaled; none: as the model is published

@@ -42,9 +42,12 @@ def whole_logits(setup: StepSetup) -> float:
 
 
 def offloaded_bytes(setup: StepSetup) -> float:
-    """Return the activations of a micro-batch that a rank copies to the host, and back for backward."""
+    """Return the activations of a micro-batch that a rank copies to the host, and back for backward.
+
+    A recomputed layer has none.
+    """
     model, split = setup.shape.model, setup.parallel
-    layers = min(setup.offload_layers, setup.most_layers)
+    layers = min(setup.offload_layers, setup.most_layers - setup.recomputed_layers)
     if layers and setup.engine == NATIVE:  # exact
         return layers * ActivationSizes(run_config(setup)).layer(0)
     values = sum(count * block.saved_values for _, count, block in block_stack(model)) / model.layers

@@ -138,8 +138,8 @@ class StepSetup:
 
     @property
     def most_layers(self) -> int:
-        """Layers of the fullest pipeline rank."""
-        return -(-self.layer_count // self.parallel.pp)
+        """Layers of the fullest pipeline rank, multi-token prediction's included."""
+        return -(-(self.layer_count + self.shape.mtp_layers) // self.parallel.pp)
 
     @property
     def recomputed_layers(self) -> int:
