@@ -4,7 +4,7 @@
 # While working:
 #   make check     format, lint, types (30 s)
 #   make test-fast tests that take seconds, without daemons (2 minutes)
-#   make test-gpu  tests that need a GPU (5 minutes on an H200)
+#   make test-gpu  tests that need a GPU (8 minutes on an H200)
 # At night, with one more of many like cases:
 #   make test-all  make test, then every parallel layout, long fuzz and fault campaigns
 #   make test-gpu-all  make test-gpu, then every full-width MoE layer

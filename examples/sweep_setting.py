@@ -3,7 +3,7 @@
     python examples/sweep_setting.py                                              a proxy, micro-batch sizes 1, 2 and 4
     python examples/sweep_setting.py --field seqlen --values 128 256 --steps 20
 
-Every value is a run of its own, compared with the first. A value that cannot run is said and left out.
+Every value is a run of its own, compared with the first. A value that cannot run is reported and left out.
 """
 
 import argparse

@@ -81,7 +81,7 @@ def has_ended_before(run: RunFolder, environ: Mapping[str, str]) -> bool:
 
 
 def _refuse(run: RunFolder, environ: Mapping[str, str]) -> int:
-    """Exit as the job ended before, so that Slurm's state stays the same."""
+    """Exit with the code of the earlier end, so that Slurm's state stays the same."""
     submission = read_submission(run)
     name = (submission.name if submission else None) or environ["SLURM_JOB_ID"]
     _, result = load_run(run)

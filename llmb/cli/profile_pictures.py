@@ -1,4 +1,4 @@
-"""Profile of a run: where it lies and how to open it, and the page of an out-of-core run: its measured stream
+"""Profile of a run: its path and how to open it, and the page of an out-of-core run: its measured stream
 timeline beside the predicted one.
 
 Drawing and simulation are imported only for a profiled run, as every command that ends a run calls this module.

@@ -22,7 +22,7 @@ BF16_STATE = ("master_weights", "gradients", "moments", "reduce_dtype")  # forma
 
 
 def published_row(options: argparse.Namespace, settings: list[str]) -> tuple[RunConfig, list[int]]:
-    """Return a training row as the engine that published it runs it, and the scales asked for.
+    """Return a training row as the engine that published it runs it, and the requested scales.
 
     A row made for the native engine, with its training state in bf16, is resolved for that. A printed cell that the
     published run did not have is named on stderr.
@@ -41,7 +41,7 @@ def published_row(options: argparse.Namespace, settings: list[str]) -> tuple[Run
 
 
 def native_row(options: argparse.Namespace, settings: list[str]) -> tuple[RunConfig, list[int]]:
-    """Return a row as `submit` would run it with these settings, and the scales asked for."""
+    """Return a row as `submit` would run it with these settings, and the requested scales."""
     chosen = copy.copy(options)
     chosen.set = settings
     return resolve_row(chosen)
@@ -56,7 +56,7 @@ def split_engine(settings: list[str]) -> tuple[str | None, list[str]]:
 
 
 def resolve_row(options: argparse.Namespace) -> tuple[RunConfig, list[int]]:
-    """Return the resolved row with the most GPUs up to the first scale, and the scales asked for."""
+    """Return the resolved row with the most GPUs up to the first scale, and the requested scales."""
     recipes = load_recipes()
     recipe, size = split_target(options.workload, recipes)
     size, gpu = options.size or size or recipe.default_size, gpu_name(options.gpu_type or recipe.default_gpu)

@@ -83,7 +83,7 @@ class LoadSettings:
 
     @property
     def is_open_loop(self) -> bool:
-        """Requests are sent at given times, whether or not earlier ones have ended."""
+        """True if requests are sent at given times, whether or not earlier ones have ended."""
         return self.arrivals in ("constant", "poisson", "gamma", "trace")
 
 

@@ -101,7 +101,7 @@ def _small_moe(experts: MoEConfig, model: Model, hidden: int, layout: Parallel) 
 
 
 def _small_mamba(mamba: MambaConfig, hidden: int, tp: int) -> MambaConfig:
-    """The input projection has one output per head (dt), so heads are aligned too."""
+    """Return a small Mamba; its input projection has one output per head (dt), so heads are aligned too."""
     fewest = 2 * hidden // 32
     heads = _round_up(fewest, ALIGNMENT * tp)
     head_dim = max(ALIGNMENT, 32 * fewest // heads)

@@ -157,7 +157,7 @@ def find_hang_cause(reports: Mapping[int, HangReport], ranks: Collection[int]) -
         return _blame(behind, "has not entered the collective in which others wait")
     if not_waiting and (len(not_waiting) < len(reports) or len(reports) == 1):
         return _blame(not_waiting, "does not wait for any other")
-    return HangCause(None, "all ranks are at the same place" if reports else "no rank could be asked")
+    return HangCause(None, "all ranks have entered the same collectives" if reports else "no rank could be reached")
 
 
 def _blame(ranks: set[int], evidence: str) -> HangCause:

@@ -43,7 +43,7 @@ DELIVERY_INTERVAL_S = 0.1
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """How a load ended."""
+    """Outcome of a load."""
 
     status: Status
     reason: str | None = None

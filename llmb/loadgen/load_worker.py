@@ -1,4 +1,4 @@
-"""One process's share of a load: sends its requests when they are due and records each.
+"""One process of a load: sends its requests when they are due and records each.
 
     worker = LoadWorker(loop, settings, source, api_key, index=0, size=2)
     await worker.run(start)                 # start: of the load, by time.perf_counter(), the same in all processes

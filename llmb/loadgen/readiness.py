@@ -78,7 +78,7 @@ def _check_model(url: str, model: str, body: bytes) -> None:
 
 
 def server_version(url: str, api_key: str | None) -> str | None:
-    """Return what the server says of itself at /version, as vLLM does; None: it is not ready, or says nothing."""
+    """Return the version that the server reports at /version, as vLLM does; None: it is not ready, or reports none."""
     try:
         status, body = get(url, "/version", api_key)
         version = json.loads(body)["version"] if status == 200 else None

@@ -43,7 +43,7 @@ class WorkerProcess:
         self._buffer = b""
 
     async def main(self) -> None:
-        """Obey the parent until it says stop or closes the pipe."""
+        """Execute the commands of the parent until it sends stop or closes the pipe."""
         loop = asyncio.get_running_loop()
         loop.add_reader(0, self._read)
         while line := await self._lines.get():

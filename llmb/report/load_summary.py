@@ -29,7 +29,12 @@ def load_rows(result: Result) -> Iterator[Row]:
     if result.tokens_per_chunk is not None and abs(result.tokens_per_chunk - 1) > EQUAL:
         yield "tokens per chunk", number(result.tokens_per_chunk), "", "of the stream: ITL is between chunks"
     if result.lengths_wrong:
-        yield "other lengths", f"{result.lengths_wrong:,}", "requests", "ended with fewer or more tokens than asked for"
+        yield (
+            "other lengths",
+            f"{result.lengths_wrong:,}",
+            "requests",
+            "with fewer or more output tokens than requested",
+        )
     for name, count in result.errors.items():
         yield f"failed: {name}", f"{count:,}", "requests", "left out of all latencies"
     if result.cost_per_million_output_tokens is not None:
@@ -64,7 +69,7 @@ def interval_line(result: Result) -> str | None:
         for key, interval in intervals.items()
         if name in names and key in ("p50", "p99")
     ]
-    return f"95 % over requests: {', '.join(parts)}" if parts else None
+    return f"95 % intervals over requests: {', '.join(parts)}" if parts else None
 
 
 def client_line(result: Result) -> str | None:

@@ -137,7 +137,7 @@ def _null(config: RunConfig, name: str) -> str:
 
 
 def _gradients(config: RunConfig, value: str) -> str:
-    """With one contribution a step a gradient is rounded to bf16 once, whatever accumulates in fp32."""
+    """Describe the format of gradients: with one contribution a step they are rounded to bf16 once, not accumulated."""
     if value == "fp32" and gradient_bytes(config) == 2:
         return "bf16: one micro-batch a step; the loss accumulates in fp32"
     return value

@@ -54,7 +54,7 @@ class RequestRatio:
 
     @property
     def differs(self) -> bool | None:
-        """Whether the interval excludes 1; None without an interval."""
+        """True if the interval excludes 1; None without an interval."""
         return None if self.low is None or self.high is None else self.low > 1 or self.high < 1
 
 

@@ -22,7 +22,7 @@ UNIFORM_AFTER = 20  # steps; wide models begin above that margin
 NOISE_LIMIT = 0.05  # standard deviation over median
 FEW_SAMPLES = 5
 FULL_TIMES = 2  # how often the requests should fill the engine
-LATE_LIMIT = 0.05  # of the load asked for, that may be missing
+LATE_LIMIT = 0.05  # fraction of the requested load that may be missing
 
 
 def cautions(
@@ -75,7 +75,7 @@ def _more_samples(config: RunConfig | None, fields: dict) -> str:
 
 
 def _about_loss(config: RunConfig | None, losses: Sequence[float]) -> Iterable[tuple[str, str]]:
-    """Warn of a loss that ends above its beginning, or above what a model reaches that guesses."""
+    """Warn of a loss that ends above its beginning, or above that of a model that guesses."""
     samples = min(LOSS_SAMPLES, len(losses) // 2)
     if not samples:
         return

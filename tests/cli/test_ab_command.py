@@ -94,7 +94,9 @@ def test_a_failed_run_ends_the_test(llmb_run, simulated_runs):
 def test_a_dry_run_says_how_many_runs_and_starts_none(llmb_run, simulated_runs):
     code, out, _ = llmb_run("ab", PROXY, PROXY, "--dry-run")
     assert (code, simulated_runs) == (0, [])
-    assert "16 to 28 runs" in out
+    assert "with looks after 4, 6, 8, 10 pairs: 16 to 28 runs\n" in out
+    out = llmb_run("ab", PROXY, PROXY, "--dry-run", "--repeats", "4")[1]
+    assert "with looks after 4 pairs: 16 runs\n" in out
 
 
 @pytest.mark.parametrize(

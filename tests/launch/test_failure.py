@@ -267,7 +267,9 @@ def test_hang():
     )
     failure = diagnose(failed(hung, 2), job("FAILED"), "", ranks())
     assert failure == Failure("hung", hung, True, ("n2",))
-    assert not diagnose(failed("hung: all ranks are at the same place"), job("FAILED"), "", ranks()).retryable
+    assert not diagnose(
+        failed("hung: all ranks have entered the same collectives"), job("FAILED"), "", ranks()
+    ).retryable
 
 
 PYXIS = """\

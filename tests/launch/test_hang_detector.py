@@ -171,7 +171,7 @@ def test_in_a_pipeline_the_rank_that_does_not_wait_is_the_culprit():
 def test_no_culprit_without_evidence():
     assert culprit(report(0, world=5), report(1, world=5)) is None
     assert culprit(report(0, False, world=5), report(1, False, world=5)) is None
-    assert find_hang_cause({}, ()).evidence == "no rank could be asked"
+    assert find_hang_cause({}, ()).evidence == "no rank could be reached"
 
 
 def test_single_rank_is_the_culprit():

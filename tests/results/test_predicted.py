@@ -131,6 +131,11 @@ def test_a_proxy_on_a_cpu_says_why_it_is_not_predicted(recipes):
     assert config.predicted.value is None
     assert predicted_lines(config)[0] == "predicted step time: unknown (the speed of a CPU is not predicted)"
     assert predicted_lines(config)[1].endswith("GiB per process")
+    one_rank = OneRankRequest(rank=0, machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1))
+    request = RunRequest(size="314b", dtype="fp8", gpus=16, gpu="h100", proxy="small", one_rank=one_rank)
+    alone = resolve(recipes["pretrain_grok1"], request)
+    alone = replace(alone, predicted=predict_run(alone))
+    assert predicted_lines(alone)[1].endswith("GiB per process")  # the row is an H100's, the rank runs on a CPU
 
 
 def test_cuda_graphs_that_the_engine_cannot_capture_have_a_predicted_cost(recipes):

@@ -59,9 +59,11 @@ def run(options: argparse.Namespace) -> int:
         print(f"{label}: {side.config.name}{side.process}", file=output)
     for field, (a, b) in differing_fields([side.config for side in sides.values()]).items():
         print(f"  {field}: A {a}, B {b}", file=output)
-    most = 2 * (AA_PAIRS + options.repeats)
-    plan = f"{2 * AA_PAIRS} runs of A against itself, then A and B in turns with looks after {looks} pairs: "
-    print(f"{plan}{2 * (AA_PAIRS + looks[0])} to {most} runs", file=output, flush=True)
+    least, most = 2 * (AA_PAIRS + looks[0]), 2 * (AA_PAIRS + options.repeats)
+    runs = f"{least} to {most} runs" if least < most else f"{most} runs"
+    listed = ", ".join(map(str, looks))
+    plan = f"{2 * AA_PAIRS} runs of A against itself, then A and B in turns with looks after {listed} pairs: "
+    print(f"{plan}{runs}", file=output, flush=True)
     if options.dry_run:
         return 0
     for side in sides.values():

@@ -21,7 +21,7 @@ from llmb.launch.secrets import mask
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What runs as A or as B."""
+    """Configuration and process environment of A or of B."""
 
     config: RunConfig
     environment: dict[str, str]  # of the ranks, secrets included
@@ -29,7 +29,7 @@ class Side:
 
     @property
     def process(self) -> str:
-        """What its ranks have that others may not have, in brackets; empty: nothing."""
+        """Environment, interpreter and checkout of its own, in brackets; empty: none."""
         interpreter = [] if self.python == sys.executable else [self.python]
         details = interpreter + [f"{name}={value}" for name, value in mask(self.environment).items()]
         return f" ({', '.join(details)})" if details else ""

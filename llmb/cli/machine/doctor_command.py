@@ -13,7 +13,7 @@ EXAMPLES = (
     "llmb-run doctor --slurm                      # all idle nodes of the partition in cluster_config.yaml",
     "llmb-run doctor --slurm --nodelist n[1-8]    # these nodes",
     "",
-    "exit codes: 0 no problem (there may be warnings), 1 a problem, 2 the nodes could not be asked",
+    "exit codes: 0 no problem (there may be warnings), 1 a problem, 2 the nodes could not be reached",
     "what each line means: docs/doctor.md",
 )
 

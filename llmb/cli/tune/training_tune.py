@@ -54,7 +54,7 @@ def tune_training(options: argparse.Namespace) -> int:
 def _search(
     options: argparse.Namespace, setup: StepSetup, fixed: dict[str, Any], config: RunConfig | None
 ) -> LayoutSearch:
-    """Search what the native engine runs where it is to run; with its exact memory unless proxies run instead."""
+    """Search layouts that the native engine supports if it will run them, with its exact memory unless proxies run."""
     if config is None or config.engine != "native":
         return search_layouts(setup, fixed)
     in_full = options.measure is None or machine_for(setup, options.ranks).proxy is None

@@ -24,7 +24,7 @@ class Fault:
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run has to restart."""
+        """True if the run has to restart."""
         return self.kind != "slow_rank"
 
 

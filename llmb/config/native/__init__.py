@@ -1,4 +1,4 @@
-"""What the native engine runs: its refusals, its departures from a recipe row, and its number formats.
+"""Limits of the native engine: its refusals, its departures from a recipe row, and its number formats.
 
 The desk asks before anything is submitted, and each rank asks again when it starts: the same functions.
 """

@@ -3,8 +3,8 @@
     config = adapt_to_engine(config, explicit={"cuda_graphs"})      at the desk, before anything is submitted
     departures(config)                                              one line per departure
 
-What a row asks for and this engine cannot do is left out, recorded as an Override in config.json and in the result.
-What the user asks for is never left out: it is refused.
+A setting of a row that this engine does not support is left out, and recorded as an Override in config.json and in the
+result. A setting of the user is never left out: it is refused.
 """
 
 from collections.abc import Collection, Iterable

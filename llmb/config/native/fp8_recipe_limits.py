@@ -1,4 +1,4 @@
-"""Where fp8 recipes with many scales per tensor run: one line names what does not fit, and what to choose instead.
+"""Limits of fp8 recipes with many scales per tensor: one line names the conflict and the alternative.
 
     check_many_scales(config)           of a training or out-of-core run; other recipes take any shape
 

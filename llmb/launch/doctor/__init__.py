@@ -1,1 +1,1 @@
-"""What `llmb-run doctor` looks at: facts of a machine, what is wrong with them, and nodes that differ."""
+"""Examination by `llmb-run doctor`: facts of a machine, findings, and nodes that differ."""

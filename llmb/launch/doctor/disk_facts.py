@@ -1,4 +1,4 @@
-"""Where runs are stored: free space, file system, whether it can be written."""
+"""Facts of the disk that stores runs: free space, file system, whether it can be written."""
 
 import os
 from dataclasses import dataclass

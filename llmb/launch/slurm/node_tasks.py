@@ -40,7 +40,7 @@ class NodeState:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOutputs:
-    """What tasks printed to stdout, and srun to stderr."""
+    """Output of tasks to stdout, and of srun to stderr."""
 
     by_node: dict[str, str]  # of the last task of a node
     errors: str

@@ -57,7 +57,7 @@ class ResponseParser:
         return self._read_chunks(data) if self._chunked else self._read_plain(data)
 
     def end(self) -> bool:
-        """Tell that the connection was closed; return whether the response is whole."""
+        """Note that the connection was closed; return whether the response is whole."""
         if self.status and not self._chunked and self._remaining is None:
             self.complete = True
         return self.complete

@@ -26,7 +26,7 @@ MARGIN = 1.25  # of the requests that the last point suggests: throughput rises 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What a sweep measures."""
+    """Loads and variants that a sweep measures."""
 
     schema: int = 1
     name: str
@@ -138,7 +138,7 @@ class SweepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PointLoad:
-    """How much one point sends."""
+    """Requests and duration of one point."""
 
     requests: int
     limit_s: float  # after which no request is sent

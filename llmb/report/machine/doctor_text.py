@@ -75,6 +75,6 @@ def describe_nodes(
         others = ", ".join(f"{name} {value}" for name, value in difference.nodes.items())
         usual = f"; the others {difference.usual}" if difference.usual is not None else ""
         lines.append(f"differs  {difference.fact}: {others}{usual}")
-    lines += [f"not asked: {name}, {state}" for name, state in not_asked]
+    lines += [f"not examined: {name}, {state}" for name, state in not_asked]
     blocks.append("\n".join(lines) or f"all {len(nodes)} nodes are alike")
     return "\n\n".join(blocks)

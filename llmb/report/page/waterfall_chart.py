@@ -1,4 +1,4 @@
-"""Where the time of a step went: from the chip's peak to the measured step, bar by bar, each with its arithmetic.
+"""Waterfall of a step: from the chip's peak to the measured step, bar by bar, each with its arithmetic.
 
 The seconds are measured where the run was profiled, else they are those of the prediction, and a last bar is what it
 does not explain. The first bar is the time of the model FLOPs at the chip's peak; matrix products and attention are

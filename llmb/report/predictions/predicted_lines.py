@@ -22,7 +22,7 @@ def predicted_lines(config: RunConfig) -> list[str]:
 
 
 def _graphs_line(config: RunConfig) -> list[str]:
-    """Return what it costs that the engine captures no CUDA graphs although the recipe asks for them."""
+    """Return what it costs that the engine captures no CUDA graphs although the recipe has them."""
     work = config.workload
     is_without = any(o.field == "cuda_graphs" and is_departure(o) for o in config.overrides)
     if not (is_without and isinstance(work, Training)):
@@ -59,10 +59,10 @@ def _time_line(config: RunConfig) -> str:
 
 
 def _memory_line(config: RunConfig) -> str:
-    p, capacity = config.predicted, memory_bytes(config.machine)
+    p, capacity = config.predicted, memory_bytes(config.launch_machine)
     assert p is not None
     if p.memory_gib is None:
         return "predicted memory: unknown"
     of = f" of {capacity / GIB:,.0f}" if capacity else ""
-    where = "per process" if config.machine.gpu == "cpu" else "on the fullest GPU"
+    where = "per process" if config.launch_machine.gpu == "cpu" else "on the fullest GPU"
     return f"predicted memory: {number(p.memory_gib)}{of} GiB {where}"

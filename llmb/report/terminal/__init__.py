@@ -1,1 +1,1 @@
-"""What only a terminal shows: a progress bar, colours, times as people read them. Rich is imported only for these."""
+"""Output for terminals only: progress bar, colours, readable times. Rich is imported only for these."""

@@ -29,7 +29,7 @@ class NamedRange:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Its name, the longest form first."""
+        """Spellings of its name, the longest first."""
         if self.level == "phase":
             return self.of.phase.capitalize(), SHORT.get(self.of.phase, self.of.phase).capitalize()
         number = str(getattr(self.of, self.level))

@@ -193,7 +193,7 @@ def _checkpoints(
         interval_s=interval_s,
         checkpoint_s=checkpoint_s,
         between_faults_s=between_s,
-        between_faults_source="the rate asked for" if stated else f"{len(failures)} faults in this run",
+        between_faults_source="the requested rate" if stated else f"{len(failures)} faults in this run",
         expected_fraction=fraction(interval_s),
         best_interval_s=best_s,
         best_every_steps=best_every,

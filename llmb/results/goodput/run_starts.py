@@ -22,7 +22,7 @@ class RunStart:
 
     @property
     def trained_from(self) -> float | None:
-        """When its first step began; None: it did none."""
+        """Time at which its first step began; None: it had no step."""
         return _began(self.steps[0]) if self.steps else None
 
     @property

@@ -72,7 +72,7 @@ def _step(line: Line, tflops: float | None) -> StepDone | None:
 
 
 def _tflops(text: str) -> float | None:
-    """Behind its unit within a step's line, before it on a line of its own, which may be glued to the step's."""
+    """Read TFLOP/s: behind its unit within a step's line, before it on a line of its own."""
     return measure(_INLINE_TFLOPS, text) or measure(_TFLOPS, text) if "TFLOP/s/GPU" in text else None
 
 
