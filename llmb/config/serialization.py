@@ -216,14 +216,18 @@ def to_plain(value: Any) -> Any:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return valid JSON: NaN and infinity, which JSON cannot represent, become null."""
-    return json.dumps(_finite(to_plain(value)), indent=indent, allow_nan=False)
+    return json.dumps(_plain_and_finite(value), indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _plain_and_finite(value: Any) -> Any:
+    """Return dataclasses as mappings, as `to_plain` does, but without copying each of a million numbers."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain_and_finite(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): _plain_and_finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        are_finite = {*map(type, value)} == {float} and math.isfinite(sum(value))
+        return list(value) if are_finite else [_plain_and_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -262,7 +266,7 @@ def with_whole_characters(data: T, text: str) -> T:
 
     Bytes of paths that are not UTF-8 are written as U+DC80 to U+DCFF, and may be read back.
     """
-    if "\\ud" in text or "\\uD" in text:
+    if "\\" in text and ("\\ud" in text or "\\uD" in text):  # one character is found ten times as fast
         json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogateescape")
     return data
 

@@ -13,7 +13,7 @@ from llmb.report.page.run_record import RunRecord
 from llmb.report.page.telemetry_chart import telemetry_chart
 from llmb.report.page.thinning import thin
 from llmb.report.table import number
-from llmb.results.serving_figures import measured_requests
+from llmb.results.recorded_events import completed_requests, measured_requests
 
 COLUMNS = (12, 60)  # of a histogram: with few samples, and at most
 TIME_BINS = 100
@@ -31,7 +31,7 @@ LATENCIES = (
 def serving_charts(record: RunRecord) -> list[Chart]:
     """Return the charts of all that was recorded."""
     measured = measured_requests(record.events)
-    done = [request for request in measured if request.error is None]
+    done = completed_requests(record.events)
     charts = [*_latency_charts(record, done), *_over_time(record, done), _arrivals(measured), _cache(record)]
     charts.append(telemetry_chart(record))
     return [chart for chart in charts if chart is not None]
