@@ -15,7 +15,7 @@ import os
 import stat
 import types
 import typing
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from llmb.errors import ConfigError, LaunchError, UnknownName
 
 T = TypeVar("T")
+SCALARS = {str, int, float, bool, type(None)}
 MAX_JSON_BYTES = 2**30  # the result of a million requests has a tenth; parsed it takes several times its size
 
 # Dataclass -> {name in older files: current name}. Whatever reads a stored file goes through `current_names`.
@@ -210,8 +211,19 @@ def _show(value: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a dataclass as plain data, fields in declaration order."""
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    """Return a dataclass as plain data, fields in declaration order; numbers are not copied one by one."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        items = value if {*map(type, value)} <= SCALARS else map(_plain, value)
+        return type(value)(items)
+    return to_plain(value)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -21,6 +21,7 @@ from llmb.perfmodel.probe.node_collectives import NodeCollectives, stored_node_c
 from llmb.perfmodel.probe.probe_record import ProbeRecord, stored_probe
 from llmb.report.page.run_record import RunRecord
 from llmb.report.timeline.profile_page import timeline_sections
+from llmb.results.recorded_events import RecordedEvents
 from llmb.results.result import Result
 
 
@@ -31,7 +32,7 @@ def run_record(run: RunFolder, page: Path) -> RunRecord:
         label=run.job_id or run.name,
         config=config,
         result=replace(result, **_without_secrets(result)),
-        events=[_scrubbed(event) for event in load_events(run, config)],
+        events=RecordedEvents(map(_scrubbed, load_events(run, config))),
         explanation=_explanation(config, result),
         command=run.command_line.read_text().strip() if run.command_line.exists() else None,
         files=_files(run, page),
