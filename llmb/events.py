@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cache, lru_cache
+from io import BufferedReader
 from operator import itemgetter
 from pathlib import Path
 from sys import intern
 from types import NoneType
 from typing import Any, get_args
 
-from llmb.config.serialization import current_names, field_types, open_regular_file, to_json, with_whole_characters
+from llmb.config.serialization import current_names, field_types, to_json, with_whole_characters
 from llmb.config.spec import Status
 from llmb.errors import ConfigError
+from llmb.formats.dense_reader import open_dense
 from llmb.formats.json_checks import PLAIN_CHECKS, Check, check_range, conversion
 
 MAX_LINE_BYTES = 2**26  # a request with the times of a million tokens has a third
@@ -411,15 +413,24 @@ def read(path: Path) -> Iterator[Event]:
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of an event file, none of a missing one; raise ConfigError if it cannot be read.
 
-    Of a line that is too long only the beginning, which nothing can parse: a hole of a sparse file is one line.
+    Of a line that is too long only the beginning, which nothing can parse, and of a hole of a sparse file a zero byte.
     """
     try:
-        with open_regular_file(path) as lines:
+        with open_dense(path) as lines:
             while line := lines.readline(MAX_LINE_BYTES):
                 yield line
-                while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    line = lines.readline(MAX_LINE_BYTES)
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    _skip_line(lines)
     except FileNotFoundError:
         return
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _skip_line(lines: BufferedReader) -> None:
+    """Move behind the end of the line, without building it."""
+    while block := lines.peek():
+        if end := block.find(b"\n") + 1:
+            lines.read(end)
+            return
+        lines.read(len(block))

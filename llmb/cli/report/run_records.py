@@ -12,6 +12,7 @@ from llmb.config.load_settings import LoadConfig
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import LlmbError
 from llmb.events import Event, RequestDone
+from llmb.formats.dense_reader import open_dense
 from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.secrets import scrub_thoroughly
@@ -24,6 +25,8 @@ from llmb.report.timeline.profile_page import timeline_sections
 from llmb.results.recorded_events import RecordedEvents
 from llmb.results.result import Result
 
+MOST_COMMAND_BYTES = 2**20
+
 
 def run_record(run: RunFolder, page: Path) -> RunRecord:
     """Read a run for a page at this path."""
@@ -34,12 +37,21 @@ def run_record(run: RunFolder, page: Path) -> RunRecord:
         result=replace(result, **_without_secrets(result)),
         events=RecordedEvents(map(_scrubbed, load_events(run, config))),
         explanation=_explanation(config, result),
-        command=run.command_line.read_text().strip() if run.command_line.exists() else None,
+        command=_command(run),
         files=_files(run, page),
         probe=_probe(config, result),
         node_collectives=_node_collectives(config, result),
         timelines=_timelines(run, config),
     )
+
+
+def _command(run: RunFolder) -> str | None:
+    """Return the command line of a run as it was typed; None: not recorded, or it cannot be read."""
+    try:
+        with open_dense(run.command_line) as file:
+            return file.read(MOST_COMMAND_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return None
 
 
 def _without_secrets(result: Result) -> dict[str, Any]:
