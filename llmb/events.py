@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cache, lru_cache
+from io import BufferedReader
 from operator import itemgetter
 from pathlib import Path
 from sys import intern
 from types import NoneType
 from typing import Any, get_args
 
-from llmb.config.serialization import current_names, field_types, open_regular_file, to_json, with_whole_characters
+from llmb.config.serialization import current_names, field_types, to_json, with_whole_characters
 from llmb.config.spec import Status
 from llmb.errors import ConfigError
+from llmb.formats.dense_reader import open_dense
 from llmb.formats.json_checks import PLAIN_CHECKS, Check, check_range, conversion
 
 MAX_LINE_BYTES = 2**26  # a request with the times of a million tokens has a third
@@ -295,15 +297,16 @@ _scan_json = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def event_line(event: Event) -> str:
-    """Return the line of an event."""
+    """Return the line of an event, without fields that are null as they are by default: half of those of a request."""
     kind: Any = type(event)
-    values = {name: getattr(event, name) for name in _field_names(kind)}  # asdict would copy every number
-    return to_json({"event": kind.__name__, **values}) + "\n"
+    values = ((name, getattr(event, name), default) for name, default in _defaults(kind).items())
+    fields = {name: value for name, value, default in values if value is not None or default is not None}
+    return to_json({"event": kind.__name__, **fields}) + "\n"
 
 
 @cache
-def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclass_fields(kind))
+def _defaults(kind: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclass_fields(kind)}
 
 
 def append(path: Path, event: Event) -> None:
@@ -326,10 +329,8 @@ def append(path: Path, event: Event) -> None:
 def parse(line: str | bytes) -> Event | None:
     """Parse one line; None for a truncated, unknown or wrongly typed line. Fields of a newer version are ignored."""
     try:
-        data = _json_object(line)
-        name = data.pop("event")
-        kind = TYPES[RENAMED_TYPES.get(name, name)]
-        given_fields, numbers, checks = _checks(kind, tuple(data), tuple(map(type, data.values())))
+        data = json_object(line)
+        kind, given_fields, numbers, checks = _checks(data["event"], tuple(data), tuple(map(type, data.values())))
         fields = {name: data[key] for name, key in given_fields}
         if numbers is not None:
             check_range(numbers(data))
@@ -341,7 +342,7 @@ def parse(line: str | bytes) -> Event | None:
     return event
 
 
-def _json_object(line: str | bytes) -> dict[str, Any]:
+def json_object(line: str | bytes) -> dict[str, Any]:
     """Return what json.loads does; that one also guesses an encoding and looks for white space, for half as long."""
     text = (line if isinstance(line, str) else str(line, "utf-8")).strip()
     data: dict[str, Any]
@@ -356,15 +357,16 @@ def _json_object(line: str | bytes) -> dict[str, Any]:
 
 @lru_cache(maxsize=1000)
 def _checks(
-    kind: type, keys: tuple[str, ...], types: tuple[type, ...]
-) -> tuple[list[tuple[str, str]], Callable[[dict[str, Any]], Sequence[float]] | None, list[tuple[str, Check]]]:
-    """Return the fields of `kind` that a line gives, with their keys in it; what gets all its numbers, to check their
-    range; and the check of each other value.
+    event: str, keys: tuple[str, ...], types: tuple[type, ...]
+) -> tuple[Any, list[tuple[str, str]], Callable[[dict[str, Any]], Sequence[float]] | None, list[tuple[str, Check]]]:
+    """Return the type of the event of this name; the fields of it that a line gives, with their keys in it; what gets
+    all its numbers, to check their range; and the check of each other value.
 
     Nearly all lines of a file have the same fields with values of the same types, and there may be a million of them:
     types of plain values are checked here, once for all, and nulls are left out where they are the default.
     """
-    conversions, defaults = _conversions(kind), {field.name: field.default for field in dataclass_fields(kind)}
+    kind = TYPES[RENAMED_TYPES.get(event, event)]
+    conversions, defaults = _conversions(kind), _defaults(kind)
     given_fields, numbers, checks = [], [], []
     type_of = dict(zip(keys, types, strict=True))
     for name, key in current_names(kind.__name__, dict(zip(keys, keys, strict=True))).items():
@@ -380,7 +382,7 @@ def _checks(
         if type_of[key] is not NoneType or defaults[name] is not None:
             given_fields.append((intern(name), key))  # interned: keyword arguments are matched faster
     get_numbers = itemgetter(*numbers, numbers[0]) if numbers else None  # twice: of one key it would get no tuple
-    return given_fields, get_numbers, checks
+    return kind, given_fields, get_numbers, checks
 
 
 @cache
@@ -411,15 +413,24 @@ def read(path: Path) -> Iterator[Event]:
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of an event file, none of a missing one; raise ConfigError if it cannot be read.
 
-    Of a line that is too long only the beginning, which nothing can parse: a hole of a sparse file is one line.
+    Of a line that is too long only the beginning, which nothing can parse, and of a hole of a sparse file a zero byte.
     """
     try:
-        with open_regular_file(path) as lines:
+        with open_dense(path) as lines:
             while line := lines.readline(MAX_LINE_BYTES):
                 yield line
-                while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    line = lines.readline(MAX_LINE_BYTES)
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    _skip_line(lines)
     except FileNotFoundError:
         return
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _skip_line(lines: BufferedReader) -> None:
+    """Move behind the end of the line, without building it."""
+    while block := lines.peek():
+        if end := block.find(b"\n") + 1:
+            lines.read(end)
+            return
+        lines.read(len(block))

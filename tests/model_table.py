@@ -18,10 +18,12 @@ from llmb.errors import ConfigError
 
 BEGIN, END = "<!-- table of tests/model_table.py -->", "<!-- end of the table -->"
 TITLES = {
-    "llama": "Llama 2, 3", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "mistral": "Mistral", "smollm3": "SmolLM3",
-    "phi3": "Phi-3, Phi-4", "olmo2": "OLMo 2", "gemma2": "Gemma 2", "gemma3": "Gemma 3 (text)",
+    "llama": "Llama 2, 3", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "mistral": "Mistral, Mistral 3 (text)",
+    "smollm3": "SmolLM3",
+    "phi3": "Phi-3, Phi-4", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "gemma2": "Gemma 2", "gemma3": "Gemma 3 (text)",
+    "exaone4": "EXAONE 4",
     "mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss 20b, 120b",
-    "nemotron_h": "Nemotron-H", "grok1": "Grok-1", "deepseek": "DeepSeek-V3, R1",
+    "nemotron_h": "Nemotron-H", "grok1": "Grok-1", "deepseek": "DeepSeek-V3, R1, Kimi K2",
 }  # fmt: skip
 TABLE_MODELS = [*SMALL_MODELS.values(), *DENSE_CASES, *MIXTURE_CASES]
 

@@ -1,12 +1,14 @@
 """Event files hold complete lines, even on a full disk."""
 
+import json
 import math
 import resource
 from contextlib import nullcontext
+from dataclasses import MISSING, fields
 
 import pytest
 
-from llmb.events import LogProblem, RunEnded, StepDone, append, event_line, parse, read
+from llmb.events import CollectiveSeen, LogProblem, RequestDone, RunEnded, StepDone, append, event_line, parse, read
 from llmb.formats.json_checks import check_range
 
 
@@ -74,3 +76,14 @@ def test_half_of_a_surrogate_pair_is_refused(half):
     line = '{"event": "RunEnded", "status": "failed", "reason": "%s"}'
     assert parse(line % half) is None
     assert parse(line % "\\ud83d\\ude00").reason == "\U0001f600"
+
+
+def test_fields_that_are_null_by_default_are_not_written():
+    request = RequestDone(request=1, arrival=0.0, end=1.0, input_tokens=1, output_tokens=2, token_times=(0.5, 1.0))
+    for event in (request, StepDone(step=3, loss=math.nan), CollectiveSeen(
+        operation="AllReduce", calls=1, bytes=None, datatype="bf16", ranks=None)):  # fmt: skip
+        line = event_line(event)
+        assert set(json.loads(line)) == {"event"} | {
+            field.name for field in fields(event) if getattr(event, field.name) is not None or field.default is MISSING
+        }
+        assert event_line(parse(line)) == line.replace(', "loss": null', "")

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import serve_http
 
+from llmb.config.native.request_lengths import Lengths
 from llmb.config.recipe import load_yaml
 from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.offload.machine_rates import Rates
@@ -43,6 +45,7 @@ class NativeRow:
     ttft_s: float | None = None
     kernels: Constants = field(default_factory=dict)  # rates of kernels that have been replaced since
     step: dict[str, float] = field(default_factory=dict)  # of a single step, in place of a run
+    whole_run: bool = False  # compared by its output tokens/s, not by its TPOT
 
 
 def _setup(dtype: str, model: str = "llama3.1-8b", **fields: Any) -> ServingSetup:
@@ -67,6 +70,13 @@ def _deepseek_row(figure: Mapping[str, Any]) -> NativeRow:
     return NativeRow(title, figure["pool"], setup, figure["step_ms"] / 1e3, step=step)
 
 
+def _http_lengths(isl: int, osl: int, requests: int) -> Lengths:
+    """Return the lengths of a load of bench/serve_http.py, as it draws them: outputs of 0.5 to 1.5 times `osl`."""
+    load = next(row for row in serve_http.ROWS if (row.isl, row.osl, row.requests) == (isl, osl, requests))
+    vocab = find_model("llama3.1-8b").model.vocab
+    return tuple((len(p), n) for p, n in serve_http.requests(load, vocab, requests, serve_http.SEED, osl))
+
+
 def _row(section: str, figure: Mapping[str, Any]) -> NativeRow:
     pool = figure["pool"]
     if section == "deepseek":
@@ -76,13 +86,17 @@ def _row(section: str, figure: Mapping[str, Any]) -> NativeRow:
         of_model = {
             name: figure[name] for name in ("model", "fp8_recipe", "attention_dtype", "kv_dtype") if name in figure
         }
+        clients = figure.get("clients", requests)
         setup = _setup(
-            dtype, isl=isl, osl=osl, concurrency=requests, waves=1, max_batch_size=figure["batch"],
-            max_num_tokens=figure["budget"], memory_fraction=OFFLINE_FRACTION, **of_model,
+            dtype, isl=isl, osl=osl, concurrency=clients, waves=requests // clients, max_batch_size=figure["batch"],
+            max_num_tokens=figure["budget"], memory_fraction=OFFLINE_FRACTION,
+            lengths=_http_lengths(isl, osl, requests) if figure.get("varied") else (), **of_model,
         )  # fmt: skip
         attention = f", {figure['attention_dtype']} attention" if "attention_dtype" in figure else ""
-        title = f"{figure.get('model', '')} {dtype} {isl}/{osl}{attention}, {requests} requests".strip()
-        return NativeRow(title, pool, setup, 1 / figure["tokens_per_s"], kernels=figure.get("kernels", {}))
+        varied = f", {osl // 2} to {osl * 3 // 2} tokens of output" if setup.lengths else ""
+        title = f"{figure.get('model', '')} {dtype} {isl}/{osl}{attention}{varied}, {requests} requests".strip()
+        kernels = figure.get("kernels", {})
+        return NativeRow(title, pool, setup, 1 / figure["tokens_per_s"], kernels=kernels, whole_run=True)
     if section == "decode":
         setup = _setup(figure["dtype"], isl=CONTEXT, osl=2, concurrency=1, waves=1)
         return NativeRow(f"{figure['dtype']} decode after {CONTEXT} tokens", pool, setup, figure["tpot_ms"] / 1e3)
@@ -109,8 +123,7 @@ def predicted(row: NativeRow, c: Constants, rates: Rates | None = None) -> tuple
         steps = NativeStep.of(row.setup, work, serving_rates(row.setup, on, c), on, c)
         return sum(steps.terms(**row.step).values()), 0.0
     p = predict_serving(row.setup, on, c)
-    whole_run = row.setup.waves == 1 and row.setup.osl > 2
-    return (1 / p.output_tokens_per_s if whole_run else p.tpot_ms / 1e3), p.ttft_ms / 1e3
+    return (1 / p.output_tokens_per_s if row.whole_run else p.tpot_ms / 1e3), p.ttft_ms / 1e3
 
 
 def with_native(c: Constants) -> Constants:
@@ -134,7 +147,7 @@ def native_cells() -> list[tuple[str, ...]]:
     c, cells = calibrated_serving(), []
     for row in native_rows():
         time, ttft = predicted(row, c)
-        if row.setup.waves == 1 and row.setup.osl > 2:
+        if row.whole_run:
             values = (f"{1 / row.measured_s:,.0f} tokens/s", f"{1 / time:,.0f}", 1 / time * row.measured_s)
         else:
             values = (f"{1e3 * row.measured_s:.3f} ms", f"{1e3 * time:.3f}", time / row.measured_s)

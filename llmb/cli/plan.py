@@ -9,10 +9,12 @@ from llmb.cli.model_run.model_options import add_model_options, recipes_for
 from llmb.cli.run_options import add_run_options
 from llmb.cli.subcommand import command
 
+TASK = "offload"  # of --model
 EXAMPLES = (
     "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 65536 --host-gb 178 --device-gb 78",
     "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 8192 --host-gb 60 --device-gb 24 --gpu-type h200 --set gbs=16",
     "llmb-run plan -w outofcore_llama3 -s 3b --gpu-type h200 --set update=master --json",
+    "llmb-run plan --model Qwen3-8B/ --gpu-type h200 --host-gb 178 --device-gb 78",
     "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 8192 --host-gb 20 --device-gb 24 --gpu-type h200 "
     "--set disk_gib=64 --set disk_gbs=7    # what the host does not hold on a disk of 7 GB/s",
     "llmb-run plan -w outofcore_llama3 -s 70b --gpu-type h200 --host-gb 110 --device-gb 125 --set lora_rank=16 "
@@ -28,7 +30,7 @@ def add_commands(commands: Any) -> None:
     summary = "the plan of an out-of-core run: chunks, rounds, memory, and the time predicted"
     parser = command(commands, "plan", run, summary, *EXAMPLES)
     add_run_options(parser)
-    add_model_options(parser)
+    add_model_options(parser, TASK)
     parser.add_argument("--json", action="store_true", help="as JSON, one object a plan")
 
 
@@ -45,11 +47,15 @@ def run(options: argparse.Namespace) -> int:
     from llmb.report.plan_text import describe_plan
     from llmb.report.terminal.colour import print_report
 
+    if options.model is not None:
+        options.task = options.task or TASK
     recipes = recipes_for(options)
     planned = ", ".join(key for key, recipe in recipes.items() if recipe.kind == "outofcore")
     run_selection = run_options.run_selection(options)
     if not run_selection.targets:
-        raise ConfigError(f"plan: name the run with -w; plans are made for out-of-core runs: {planned}")
+        raise ConfigError(
+            f"plan: name the run with -w, or the model with --model; plans are made for out-of-core runs: {planned}"
+        )
     for target in run_selection.targets:
         if split_target(target, recipes)[0].kind != "outofcore":
             raise ConfigError(f"plans are made for out-of-core runs ({planned}), not for {target}; see llmb-run show")

@@ -14,14 +14,14 @@ from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.events import Event, RequestDone, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder, printable_path
 from llmb.perfmodel.garbage_collection import paused_garbage_collection
-from llmb.perfmodel.metrics import TimedRequest
+from llmb.perfmodel.samples.timed_requests import TimedRequest
 from llmb.results.derive import derive
 from llmb.results.log_window import Window, format_window, named_window
 from llmb.results.readers.nccl_log import tally
 from llmb.results.readers.reader_choice import read_log
+from llmb.results.recorded_events import completed_requests
 from llmb.results.request_file import read_request_times
 from llmb.results.result import Result
-from llmb.results.serving_figures import measured_requests
 from llmb.results.timed_run import TimedRun, read_timed_log, timed_run
 
 
@@ -44,7 +44,7 @@ def load_requests(run: RunFolder, config: RunConfig) -> Sequence[TimedRequest]:
         return []
     if config.engine == "native" or load_settings_of(config) is not None:
         return read_request_times(run.all_events())
-    return [request for request in measured_requests(load_events(run, config)) if request.error is None]
+    return completed_requests(load_events(run, config))
 
 
 def write_result(run: RunFolder, config: RunConfig) -> Result:

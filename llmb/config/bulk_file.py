@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmb.config.overrides import VARIABLES, Setting
-from llmb.config.recipe import Recipe, load_yaml
+from llmb.config.recipe import Recipe, load_yaml, text_content
 from llmb.config.run_list import MOST_RUNS, RunSelection, Task, split_target, tasks_for
 from llmb.config.serialization import build
 from llmb.errors import ConfigError
@@ -138,11 +138,7 @@ def _profile_choices(section: Section, entry: Entry) -> list[Any]:
 
 def _from_text(path: Path, recipes: dict[str, Recipe], selection: RunSelection) -> Iterator[Task]:
     target: str | None = None
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    for number, raw in enumerate(lines, 1):
+    for number, raw in enumerate(text_content(path).decode(errors="replace").splitlines(), 1):
         line = raw.split("#")[0].strip()
         if not line:
             continue

@@ -1,10 +1,10 @@
-"""Frozen dataclasses of a model: Model, and the parts that some models have (RoPE, MoE, MLA, Mamba-2)."""
+"""Frozen dataclasses of a model: Model, and the parts that some models have (RoPE, MoE, MLA, Mamba-2, DeltaNet)."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Architecture = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "gemma2", "gemma3",
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "olmo3", "gemma2", "gemma3", "exaone4",
     "mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "grok1", "deepseek",
 ]  # fmt: skip
 
@@ -58,6 +58,11 @@ class MlaConfig:
     nope_dim: int  # per head, without RoPE
     rope_dim: int  # per head, with RoPE; one key shared by all heads
     value_dim: int
+    # Sparse attention (DeepSeek-V3.2, GLM-5), predicted in serving only: an indexer scores all tokens before a query
+    # with its own heads, and the query attends to the best `index_topk` of them. 0: none.
+    index_heads: int = 0
+    index_dim: int = 0
+    index_topk: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,21 @@ class MambaConfig:
     conv: int = 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig:
+    """Gated DeltaNet mixer, a linear attention with the delta rule, which is predicted and does not run."""
+
+    key_heads: int  # of queries and keys; each serves value_heads / key_heads heads
+    value_heads: int
+    key_dim: int  # per head
+    value_dim: int
+    gate_rank: int = 0  # Kimi Delta Attention: low rank of the output gate and of a decay for each key channel
+    conv: int = 4
+
+
 ATTENTION_KINDS = ("F", "S", "N")  # letters of Model.attention_pattern
+# Letters more, of models that are predicted and do not run -> the mixer that such a layer has in place of attention.
+MIXERS = {"D": "delta_net", "M": "mamba"}
 BLOCKS_BY_LETTER = {"M": "mamba", "-": "mlp", "E": "experts", "*": "attention"}  # of Model.pattern
 
 
@@ -99,12 +118,14 @@ class Model:
     o_bias: bool = False  # of the attention's output projection
     qk_norm: Literal["head", "projection"] | None = None  # norm of queries and keys: each head, or all heads as one
     rope: RopeConfig | None = RopeConfig()  # none: attention without position embedding
-    # Attention of each layer, repeated over the layers: F full, S sliding window, N full without position embedding.
+    # Attention of each layer, repeated over the layers: F full, S sliding window, N full without position embedding,
+    # D gated DeltaNet, M Mamba-2 instead.
     attention_pattern: str = "F"
     window: int | None = None  # sliding window: tokens that a token attends to, itself included
     local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; none: as the others
     attention_scale: float | None = None  # of attention logits; none: 1 / sqrt(head_dim)
     attention_sinks: bool = False  # a learned logit of each head joins the softmax, without a value
+    output_gate: bool = False  # a sigmoid gate on the attention's output, projected with the queries (predicted only)
     attn_logit_softcap: float | None = None  # cap * tanh(logits / cap) before the softmax
     embedding_scale: float = 1.0  # of the embedding's output
     logit_scale: float = 1.0  # of the logits
@@ -113,6 +134,7 @@ class Model:
     experts: MoEConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
+    delta_net: DeltaNetConfig | None = None
 
     def attention_kind(self, layer: int) -> str:
         """Return the letter of a layer in the attention pattern."""
@@ -135,4 +157,8 @@ class Model:
             return {kind: self.pattern.count(letter) for letter, kind in BLOCKS_BY_LETTER.items()}
         dense = self.experts.dense_layers if self.experts else self.layers
         attention = "mla" if self.mla else "attention"
-        return {attention: self.layers, "mlp": dense, "experts": self.layers - dense}
+        mixers = {attention: self.layers}
+        if self.delta_net is not None or self.mamba is not None:
+            kinds = [MIXERS.get(self.attention_kind(layer), attention) for layer in range(self.layers)]
+            mixers = {kind: kinds.count(kind) for kind in dict.fromkeys([attention, *kinds])}
+        return {**mixers, "mlp": dense, "experts": self.layers - dense}

@@ -158,7 +158,7 @@ def per_gpus(cell: Any, gpus: int, name: str) -> int:
 
 def load(path: Path) -> Recipe:
     """Load one recipe.yaml; errors name the file and the row."""
-    return _recipe(path, _content(path))
+    return _recipe(path, text_content(path))
 
 
 @lru_cache(maxsize=64)
@@ -213,10 +213,11 @@ def _with_current_names(recipe: Recipe) -> Recipe:
 
 def load_yaml(path: Path, expected: str, loader: Any = None) -> Any:
     """Parse a YAML file; errors name the file, the line and the problem, or what was expected in an empty file."""
-    return _parse_yaml(path, _content(path), expected, loader)
+    return _parse_yaml(path, text_content(path), expected, loader)
 
 
-def _content(path: Path) -> bytes:
+def text_content(path: Path) -> bytes:
+    """Return the content of a text file of a user; more than a YAML file may have is refused."""
     try:
         with open_regular_file(path) as file:
             content = file.read(MOST_YAML_BYTES + 1)

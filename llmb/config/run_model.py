@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from llmb.config.model import Model
+from llmb.config.native.predicted_blocks import check_native_blocks
 from llmb.config.overrides import parse_value
 from llmb.config.parallel_layout import check_model, check_serving, max_layers_per_rank
 from llmb.config.proxy import describe_change, small_proxy, true_width_proxy
@@ -59,8 +60,7 @@ def changed_model(model: Model, request: RunRequest) -> tuple[Model, list[Overri
 
 def check_heads(model: Model) -> None:
     """Refuse attention heads that no engine can build."""
-    if model.mla is not None and not model.mla.q_rank:
-        raise ConfigError("model.mla.q_rank=0: queries without a latent do not run here; it must be at least 1")
+    check_native_blocks(model)
     if model.mla is None and model.blocks.get("attention"):
         if model.heads % model.kv_heads:
             raise ConfigError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")

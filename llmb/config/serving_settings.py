@@ -10,6 +10,7 @@ from math import gcd
 from llmb.config.load_settings import check_url, parse_slo
 from llmb.config.model import Model
 from llmb.config.native.number_formats import published_fp8_recipe
+from llmb.config.native.request_lengths import check_spread
 from llmb.config.recipe import Recipe, Row
 from llmb.config.spec import Inference, Override, Precision, RunConfig
 from llmb.errors import ConfigError
@@ -139,11 +140,8 @@ def _check_server(config: RunConfig) -> None:
 
 
 def _check_lengths(work: Inference) -> None:
-    for name, length, spread in (("isl", work.isl, work.isl_spread), ("osl", work.osl, work.osl_spread)):
-        if spread and work.lengths == "fixed":
-            raise ConfigError(f"{name}_spread has no effect with lengths=fixed; set lengths=normal or lengths=uniform")
-        if spread >= length:
-            raise ConfigError(f"{name}_spread {spread:g} must be less than {name} {length}: no request is empty")
+    check_spread("isl", work.isl, work.isl_spread, work.lengths)
+    check_spread("osl", work.osl, work.osl_spread, work.lengths)
 
 
 def _check_token_budget(work: Inference) -> None:

@@ -13,7 +13,10 @@ from llmb import events
 from llmb.config.serialization import open_regular_file
 from llmb.errors import ConfigError
 from llmb.events import Event, RunEnded
+from llmb.formats.dense_reader import DenseReader
 from llmb.launch.run_folder import RunFolder
+
+READ_BYTES = 2**20
 
 
 class EventTail:
@@ -27,24 +30,29 @@ class EventTail:
 
     def new(self, *, finished: bool = False) -> list[Event]:
         """Return the events since the last call. `finished`: nobody writes any more, so parse a partial line too."""
-        try:
-            with open_regular_file(self.path) as file:
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ConfigError(f"cannot read {self.path}: {error.strerror}") from error
-        self._offset += len(content)
-        *lines, self._partial_line = (self._partial_line + content).split(b"\n")
-        if finished:
-            lines.append(self._partial_line)
-            self._partial_line = b""
-        new_events = [event for event in map(events.parse, lines) if event is not None]
+        new_events = [event for event in map(events.parse, self._new_lines(finished)) if event is not None]
         for event in new_events:
             if isinstance(event, RunEnded):
                 self.ended = event
         return new_events
+
+    def _new_lines(self, finished: bool) -> Iterator[bytes]:
+        try:
+            with DenseReader(open_regular_file(self.path, buffering=0)) as file:
+                file.seek(self._offset)
+                while block := file.read(READ_BYTES):
+                    self._offset = file.tell()
+                    *lines, self._partial_line = (self._partial_line + block).split(b"\n")
+                    if len(self._partial_line) > events.MAX_LINE_BYTES or self._partial_line.startswith(b"\0"):
+                        self._partial_line = b"\0"  # nothing that follows makes it an event
+                    yield from lines
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror}") from error
+        if finished:
+            yield self._partial_line
+            self._partial_line = b""
 
 
 class EventTails:

@@ -1,25 +1,14 @@
-"""Lengths of requests: fixed, uniform, normal, or drawn from a file of measured pairs.
+"""Lengths of requests from a file of measured pairs, and text files of the user.
 
-sample_length(random, 1000, 200.0, "normal")
 read_length_pairs(Path("lengths.csv")) -> [(812, 96), ...]       # lines "input,output", or JSON [input, output]
 """
 
 import json
 from pathlib import Path
-from random import Random
 
 from llmb.errors import ConfigError
 
 LONGEST = 100_000_000  # tokens; beyond that a number in a file is a mistake
-
-
-def sample_length(random: Random, mean: int, spread: float, kind: str) -> int:
-    """Sample a length; spread is the standard deviation (normal) or half the range (uniform)."""
-    if kind == "normal":
-        return max(1, round(random.gauss(mean, spread)))
-    if kind == "uniform":
-        return max(1, random.randint(round(mean - spread), round(mean + spread)))
-    return max(1, mean)
 
 
 def read_length_pairs(path: Path) -> list[tuple[int, int]]:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from llmb.loadgen.lengths import sample_length
+from llmb.config.native.request_lengths import Lengths, prompt_random, sample_lengths
+from llmb.config.spec import Inference
 
 MAX_DRAWS = 100  # of one prompt, until a repeated one is accepted
 
@@ -51,14 +52,15 @@ class TokenSampler:
     """Random lengths and prompts."""
 
     def __init__(self, seed: int, vocab: int, eos: frozenset[int] = frozenset()):
-        self._random = Random(f"prompts {seed}")
+        self._random = prompt_random(seed)
         self._vocab = vocab
         self._eos = sorted(token for token in eos if 0 <= token < vocab)
         self._seen: set[bytes] = set()
 
-    def lengths(self, count: int, mean: int, spread: float, kind: str) -> list[int]:
-        """Sample lengths around a mean; spread is the standard deviation (normal) or the half-width (uniform)."""
-        return [sample_length(self._random, mean, spread, kind) for _ in range(count)]
+    def lengths(self, work: Inference) -> Lengths:
+        """Sample the lengths of a run's requests."""
+        isl, osl = (work.isl, work.isl_spread), (work.osl, work.osl_spread)
+        return sample_lengths(self._random, work.num_requests, isl, osl, work.lengths)
 
     def prompts(self, lengths: Iterable[tuple[int, int]]) -> list[Prompt]:
         """Sample new prompts of these (input, output) lengths."""

@@ -15,9 +15,10 @@ from random import Random
 from typing import Any
 
 from llmb.config.load_settings import LoadSettings
+from llmb.config.native.request_lengths import sample_length
 from llmb.errors import ConfigError
 from llmb.loadgen.dataset_file import DatasetRequest, Messages, read_dataset_file
-from llmb.loadgen.lengths import read_length_pairs, sample_length
+from llmb.loadgen.lengths import read_length_pairs
 from llmb.loadgen.prompt_sampler import random_tokens
 from llmb.loadgen.prompt_text import TextWriter, load_tokenizer
 from llmb.loadgen.traces import HASH_BLOCK_TOKENS, TraceRequest, read_trace

@@ -181,10 +181,6 @@ def moe_config(model: Model) -> MoEConfig:
     experts = model.experts
     if experts is None:
         raise ConfigError(f"model {model.name}: a {model.architecture} needs the field experts")
-    if experts.latent is not None:
-        raise ConfigError(
-            f"model {model.name}: experts of a latent width are predicted, but not trained or served here"
-        )
     if not 1 <= experts.top_k <= experts.count:
         raise ConfigError(f"model {model.name}: top_k={experts.top_k} must be 1 to {experts.count}, the experts")
     if experts.count % experts.groups or not 1 <= experts.top_groups <= experts.groups:

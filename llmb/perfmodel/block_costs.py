@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from llmb.config.model import Model
 from llmb.errors import ConfigError
 
+DELTA_CHUNK = 64  # tokens that kernels of the gated delta rule compute at once
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
@@ -25,6 +27,8 @@ class BlockCost:
     router_weights: int = 0
     vector_weights: int = 0  # inner norms, biases, convolution
     pair_macs: int = 0  # per (query, key) pair
+    index_macs: int = 0  # per (query, key) pair of sparse attention, to choose the keys that a query attends to
+    selected_keys: int = 0  # keys that a query of sparse attention attends to at most; 0: all
     recomputed_pair_macs: int = 0  # q x k, which a fused attention backward recomputes
     scan_macs: int = 0  # per token, of a recurrence computed in chunks
     step_macs: int = 0  # per token, of the same recurrence one token at a time (decode)
@@ -47,22 +51,23 @@ class BlockCost:
 def attention(model: Model) -> BlockCost:
     """Softmax attention with grouped-query KV heads (GQA).
 
-    Weights: q and o (hidden x heads * head_dim each), k and v (hidden x kv_heads * head_dim each). A pair costs
-    head_dim MACs per head for q x k and as many for p x v. Saved: the residual and its norm, q, k, v, the output.
-    Leaves out softmax and RoPE. A sliding window limits the pairs, not their cost: see `flops.py`.
+    Weights: q and o (hidden x heads * head_dim each), k and v (hidden x kv_heads * head_dim each), and a gate of the
+    output as wide as q if there is one. A pair costs head_dim MACs per head for q x k and as many for p x v. Saved: the
+    residual and its norm, q, k, v, the output; with a gate also it and the gated output. Leaves out softmax and RoPE. A
+    sliding window limits the pairs, not their cost: see `flops.py`.
     """
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     norms = {None: 0, "head": 2 * model.head_dim, "projection": width + kv_width}[model.qk_norm]
     biases = (width + 2 * kv_width) * model.qkv_bias + model.hidden * model.o_bias
     sinks = model.heads * model.attention_sinks
     return BlockCost(
-        dense_weights=2 * model.hidden * (width + kv_width),
+        dense_weights=2 * model.hidden * (width + kv_width) + model.hidden * width * model.output_gate,
         vector_weights=norms + biases + sinks,
         pair_macs=2 * width,
         recomputed_pair_macs=width,
         decode_pair_macs=2 * width,
         kv_values=2 * kv_width,
-        saved_values=2 * model.hidden + 2 * width + 2 * kv_width,
+        saved_values=2 * model.hidden + 2 * width * (1 + model.output_gate) + 2 * kv_width,
     )
 
 
@@ -74,7 +79,8 @@ def mla(model: Model) -> BlockCost:
     values are expanded, so a pair costs nope + rope + value MACs per head. Only the KV latent and the shared RoPE key
     are cached; decode does not expand them (the up-projection is absorbed into query and output at the same MACs as
     applying it to that token), so a cached token costs kv_rank + rope MACs per head for the score and kv_rank for the
-    value.
+    value. The indexer of sparse attention has queries from the q latent, one key for all its heads, cached too, and a
+    weight per head; a pair costs index_dim MACs per head.
     """
     if model.mla is None:
         raise ConfigError(f"model {model.name}: MLA needs the field mla")
@@ -82,16 +88,26 @@ def mla(model: Model) -> BlockCost:
     key, value = ranks.nope_dim + ranks.rope_dim, ranks.value_dim
     down = model.hidden * (ranks.q_rank + ranks.kv_rank + ranks.rope_dim)
     up = (ranks.q_rank or model.hidden) * heads * key + ranks.kv_rank * heads * (ranks.nope_dim + value)
+    indexer = indexer_weights(model)
     return BlockCost(
-        dense_weights=down + up + heads * value * model.hidden,
-        vector_weights=ranks.q_rank + ranks.kv_rank,
+        dense_weights=down + up + indexer + heads * value * model.hidden,
+        vector_weights=ranks.q_rank + ranks.kv_rank + 2 * ranks.index_dim,
+        index_macs=ranks.index_heads * ranks.index_dim,
+        selected_keys=ranks.index_topk,
         pair_macs=heads * (key + value),
         recomputed_pair_macs=heads * key,
         decode_pair_macs=heads * (2 * ranks.kv_rank + ranks.rope_dim),
-        kv_values=ranks.kv_rank + ranks.rope_dim,
+        kv_values=ranks.kv_rank + ranks.rope_dim + ranks.index_dim,
         kv_bf16_values=ranks.rope_dim,  # the RoPE key that all heads share
         saved_values=2 * (model.hidden + ranks.q_rank + ranks.kv_rank) + heads * 2 * (key + value),
     )
+
+
+def indexer_weights(model: Model) -> int:
+    """Return the weights of an indexer: its queries, its key and the weights of its heads."""
+    assert model.mla is not None
+    ranks = model.mla
+    return ranks.q_rank * ranks.index_heads * ranks.index_dim + model.hidden * (ranks.index_dim + ranks.index_heads)
 
 
 def mlp(model: Model) -> BlockCost:
@@ -155,6 +171,35 @@ def mamba(model: Model) -> BlockCost:
     )
 
 
+def delta_net(model: Model) -> BlockCost:
+    """Gated DeltaNet mixer of keys k = key_heads * key_dim, values v = value_heads * value_dim, in chunks of c tokens.
+
+    Weights: q and k, v and the output gate (hidden x (2k + 2v)), decay and write strength per value head, out (v x
+    hidden). With a gate rank r the output gate and a decay per key channel go through r values instead. The chunked
+    delta rule costs per token and value head c * (3 key_dim + 2 value_dim) within its chunk (k x k, the two products
+    with its inverted triangle, q x k, scores x values) and 3 key_dim * value_dim to read the state with k and with q
+    and to update it; decode costs the latter. A chunk is counted in full, and its inversion is left out (c^2 / 2 per
+    head). Vectors: the convolution over q, k and v, decay and its bias, the norm of a head. Saved: projections before
+    and after the convolution, the inverted triangles, the output before and after its gated norm.
+    """
+    if model.delta_net is None:
+        raise ConfigError(f"model {model.name}: an attention pattern with D needs the field delta_net")
+    d, c = model.delta_net, DELTA_CHUNK
+    keys, values, heads = d.key_heads * d.key_dim, d.value_heads * d.value_dim, d.value_heads
+    state, gates = heads * d.key_dim * d.value_dim, values + heads
+    gate_weights, decays = model.hidden * gates, heads
+    if d.gate_rank:
+        gate_weights, decays = d.gate_rank * (2 * model.hidden + keys + values), keys
+    return BlockCost(
+        dense_weights=model.hidden * (2 * keys + values + heads) + gate_weights + values * model.hidden,
+        vector_weights=d.conv * (2 * keys + values) + heads + decays + d.value_dim,
+        scan_macs=heads * c * (3 * d.key_dim + 2 * d.value_dim) + 3 * state,
+        step_macs=3 * state,
+        state_values=state + (d.conv - 1) * (2 * keys + values),
+        saved_values=2 * model.hidden + 2 * (2 * keys + values) + heads * (c + 1) + gates + 2 * values,
+    )
+
+
 # Kinds of blocks, named as in `Model.blocks`.
 BLOCK_COSTS: dict[str, Callable[[Model], BlockCost]] = {
     "attention": attention,
@@ -162,6 +207,7 @@ BLOCK_COSTS: dict[str, Callable[[Model], BlockCost]] = {
     "mlp": mlp,
     "experts": moe,
     "mamba": mamba,
+    "delta_net": delta_net,
 }
 
 

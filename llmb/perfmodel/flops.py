@@ -18,7 +18,7 @@ from llmb.config.native.lora_shapes import adapter_params
 from llmb.config.offload_plan import Lora
 from llmb.config.spec import Inference, OutOfCore, RunConfig
 from llmb.errors import ConfigError, UnknownName
-from llmb.perfmodel.block_costs import block_stack
+from llmb.perfmodel.block_costs import BlockCost, block_stack
 from llmb.perfmodel.params import check_tokens
 
 Convention = Literal["causal", "full"]
@@ -28,7 +28,8 @@ def forward_macs(model: Model, seqlen: int, convention: Convention) -> dict[str,
     """Return the MACs of the forward pass of one sequence, by component."""
     macs: dict[str, float] = {
         kind: count * seqlen * (block.token_macs + block.scan_macs)
-        + _block_pairs(model, kind, count, seqlen, convention) * block.pair_macs
+        + _block_pairs(model, kind, count, seqlen, convention, block) * block.pair_macs
+        + count * attention_pairs(seqlen, convention) * block.index_macs
         for kind, count, block in block_stack(model)
     }
     return macs | {"lm_head": seqlen * model.hidden * model.vocab}
@@ -75,14 +76,16 @@ def hardware_flops_per_sequence(model: Model, seqlen: int, convention: Conventio
     macs = forward_macs(model, seqlen, convention)
     layers = sum(macs.values()) - macs["lm_head"]
     scores = sum(
-        _block_pairs(model, kind, count, seqlen, convention) * block.recomputed_pair_macs
+        _block_pairs(model, kind, count, seqlen, convention, block) * block.recomputed_pair_macs
         for kind, count, block in block_stack(model)
     )
     return 6.0 * sum(macs.values()) + 2.0 * (layers * recompute_layers / model.layers + scores)
 
 
-def _block_pairs(model: Model, kind: str, count: int, seqlen: int, convention: Convention) -> float:
+def _block_pairs(model: Model, kind: str, count: int, seqlen: int, convention: Convention, block: BlockCost) -> float:
     """Return the (query, key) pairs of all blocks of a kind in one sequence."""
+    if block.selected_keys:
+        return count * attention_pairs(seqlen, convention, block.selected_keys)
     windowed = model.window_layers if kind == "attention" else 0
     pairs = (count - windowed) * attention_pairs(seqlen, convention)
     return pairs + windowed * attention_pairs(seqlen, convention, model.window)
@@ -110,5 +113,9 @@ def decode_flops(model: Model, context: int) -> float:
     for kind, count, block in block_stack(model):
         windowed = model.window_layers if kind == "attention" else 0
         keys = (count - windowed) * context + windowed * min(context, model.window or context)
-        macs += count * (block.token_macs + block.step_macs) + keys * block.decode_pair_macs
+        if block.selected_keys:
+            keys = count * min(context, block.selected_keys)
+        macs += (
+            count * (block.token_macs + block.step_macs + context * block.index_macs) + keys * block.decode_pair_macs
+        )
     return 2.0 * macs

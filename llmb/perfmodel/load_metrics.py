@@ -4,20 +4,24 @@ Plain numbers in, plain numbers out, as in metrics.py. Definitions and worked ex
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import repeat
 from math import ceil, floor, fsum, isfinite, sqrt
+from operator import sub
 from typing import Protocol
 
 from llmb.perfmodel import metrics
+from llmb.perfmodel.samples.order_statistics import order_statistics
+from llmb.perfmodel.samples.timed_requests import TimedRequest, TimedRequests
 
 Z_95 = 1.96  # two-sided 95 % quantile of the normal distribution
 GOLDEN_RATIO = 0.6180339887498949  # its multiples modulo 1 fill the interval evenly in any order
 MOVED_LIMIT = 0.02  # of a percentile, that the client itself may cause
 
 
-class ScheduledRequest(metrics.TimedRequest, Protocol):
+class ScheduledRequest(TimedRequest, Protocol):
     """A request with the time at which it was due."""
 
     @property
@@ -108,20 +112,22 @@ def latency_intervals(samples: Iterable[float]) -> dict[str, tuple[float, float]
     Percentiles have order-statistic (binomial) intervals, to which a bootstrap over requests converges, where there
     are enough samples beyond them; the mean has a normal one.
     """
-    ranked = sorted(float(sample) for sample in samples)
-    n = len(ranked)
-    if n < 2 or not all(map(isfinite, ranked)):
+    values = array("d", samples)
+    n = len(values)
+    if n < 2 or not all(map(isfinite, values)):
         return None
-    mean = fsum(ranked) / n
-    half = Z_95 * sqrt(fsum((x - mean) ** 2 for x in ranked) / (n - 1) / n)
-    intervals = {"mean": (max(0.0, mean - half), mean + half)}
+    mean = fsum(values) / n
+    half = Z_95 * sqrt(fsum(map(pow, map(sub, values, repeat(mean)), repeat(2))) / (n - 1) / n)
+    ranks: dict[str, tuple[int, int]] = {}
     for q in metrics.LATENCY_PERCENTILES:
         p = q / 100
         spread = Z_95 * sqrt(n * p * (1 - p))
         low, high = floor(n * p - spread) - 1, ceil(n * p + spread)
         if low >= 0 and high < n:
-            intervals[f"p{q}"] = (ranked[low], ranked[high])
-    return intervals
+            ranks[f"p{q}"] = (low, high)
+    ranked = order_statistics(values, {rank for interval in ranks.values() for rank in interval})
+    intervals = {name: (ranked[low], ranked[high]) for name, (low, high) in ranks.items()}
+    return {"mean": (max(0.0, mean - half), mean + half)} | intervals
 
 
 def cost_per_million(cost_per_hour: float | None, gpus: int | None, tokens_per_s: float | None) -> float | None:
@@ -145,14 +151,14 @@ def moved_percentile(
     taken after bytes were there, as late as the event loop was. Lags are spread over requests independently of them.
     """
     streamed = any(request.first_token is not None for request in requests)
-    latency, name = (metrics.ttft_ms, "TTFT") if streamed else (metrics.e2e_ms, "E2E")
+    timed = TimedRequests.of(requests)
+    latencies, name = (timed.ttft_ms, "TTFT") if streamed else (timed.e2e_ms, "E2E")
     values, delayed, points = array("d"), array("d"), _lag_points(lag_ms or {})
-    for number, request in enumerate(requests):
-        value = latency(request)
+    waits = repeat(0.0) if has_cap else map(waiting_ms, requests)
+    for number, (value, wait) in enumerate(zip(latencies, waits, strict=False)):
         if value is not None:
             values.append(value)
-            late = 0.0 if has_cap else waiting_ms(request)
-            delayed.append(value + late + _interpolated(points, number * GOLDEN_RATIO % 1))
+            delayed.append(value + wait + _interpolated(points, number * GOLDEN_RATIO % 1))
     measured, moved = metrics.latency_summary(values), metrics.latency_summary(delayed)
     if measured is None or moved is None:
         return None
@@ -174,7 +180,8 @@ def _lag_points(lag_ms: dict[str, float]) -> list[tuple[float, float]]:
 
 
 def _interpolated(points: list[tuple[float, float]], fraction: float) -> float:
-    for (low, low_lag), (high, high_lag) in pairwise(points):
-        if fraction <= high:
-            return low_lag + (high_lag - low_lag) * (fraction - low) / (high - low)
-    return points[-1][1]
+    index = bisect_left(points, (fraction,), 1)
+    if index == len(points):
+        return points[-1][1]
+    (low, low_lag), (high, high_lag) = points[index - 1 : index + 1]
+    return low_lag + (high_lag - low_lag) * (fraction - low) / (high - low)

@@ -6,28 +6,32 @@ Formulas, conventions and worked examples: docs/metrics.md.
 """
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress, pairwise, repeat
+from itertools import count, pairwise, repeat
 from math import fsum, hypot, isfinite, sqrt
-from operator import mul, sub
-from random import Random
+from operator import mul, sub, truediv
 from sys import float_info
-from typing import Protocol
 
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import TERA
+from llmb.perfmodel.samples.order_statistics import interpolate, percentiles
+from llmb.perfmodel.samples.timed_requests import (
+    TimedRequest,
+    TimedRequests,
+    elapsed_ms,
+    output_times,
+    time_per_token,
+    without_nulls,
+)
 
 SECONDS_PER_DAY = 86_400
 LATENCY_PERCENTILES = (25, 50, 75, 90, 95, 99)
 LARGEST = float_info.max
 STEADY_MIN_FRACTION = 0.1  # of the run; a shorter window is not representative
 STEADY_MIN_REQUESTS = 2  # that must finish within it
-REQUESTS_AT_ONCE = 10_000  # of which gaps are computed: a second copy of all would need as much memory
 FEW = 1000  # samples, that are looked at before all are
-MOST_SORTED = 200_000  # samples; of more, percentiles are selected
-SAMPLE = 50_000  # of them, that tells where a percentile lies
 ENERGY_TOLERANCE = 0.05  # between two measurements of the same energy
 
 
@@ -101,16 +105,7 @@ def percentile(samples: Iterable[float], q: float) -> float | None:
     if not 0 <= q <= 100:
         raise ConfigError(f"a percentile is 0 to 100, got {q}")
     ranked = sorted(_finite(samples))
-    return _interpolate(ranked, q) if ranked else None
-
-
-def _interpolate(ranked: Sequence[float], q: float) -> float:
-    rank = (len(ranked) - 1) * q / 100
-    low = min(int(rank), len(ranked) - 1)
-    high = min(low + 1, len(ranked) - 1)
-    fraction = rank - low
-    value = ranked[low] * (1 - fraction) + ranked[high] * fraction
-    return min(max(value, ranked[low]), ranked[high])  # rounding must not leave the interval
+    return interpolate(ranked, q) if ranked else None
 
 
 def summarize(samples: Iterable[float]) -> Statistics | None:
@@ -133,55 +128,13 @@ def latency_summary(samples: Iterable[float]) -> dict[str, float] | None:
     values = _finite(samples)
     if not values:
         return None
-    return {"mean": _mean(values)} | {f"p{q}": value for q, value in _percentiles(values, LATENCY_PERCENTILES).items()}
-
-
-def _percentiles(values: Sequence[float], percents: Sequence[int]) -> dict[int, float]:
-    """Return several percentiles; of many values by selection, which needs no sorted copy of them."""
-    if len(values) <= MOST_SORTED:
-        ranked = sorted(values)
-        return {q: _interpolate(ranked, q) for q in percents}
-    positions = {q: (len(values) - 1) * q / 100 for q in percents}
-    lows = {int(position) for position in positions.values()}
-    ranked_values = _order_statistics(values, lows | {min(low + 1, len(values) - 1) for low in lows})
-    return {
-        q: _interpolate(
-            [ranked_values[int(position)], ranked_values[min(int(position) + 1, len(values) - 1)]], 100 * (position % 1)
-        )
-        for q, position in positions.items()
-    }
-
-
-def _order_statistics(values: Sequence[float], ranks: Iterable[int]) -> dict[int, float]:
-    """Return the values of some ranks, from 0, without sorting all: a sample tells between which values each rank lies,
-    and only values of cells with a rank that is asked for are sorted. Exact whatever the sample: it only saves work."""
-    chosen_ranks = sorted(set(ranks))
-    sample = sorted(Random(0).choices(values, k=SAMPLE))  # at random: every 60th gap may be the 4th of each request
-    cuts = _bracketing_cuts(sample, [rank / len(values) for rank in chosen_ranks])
-    cells = bytes(map(bisect_left, repeat(cuts), values))  # of each value
-    starts = [0, *accumulate(cells.count(cell) for cell in range(len(cuts) + 1))]  # rank of the first value of a cell
-    cell_of = {rank: bisect_right(starts, rank) - 1 for rank in chosen_ranks}
-    chosen = sorted(set(cell_of.values()))
-    is_chosen = bytes(cell in chosen for cell in range(256))
-    members = sorted(compress(values, cells.translate(is_chosen)))  # of one chosen cell after the other
-    sizes = (starts[cell + 1] - starts[cell] for cell in chosen[:-1])
-    before = dict(zip(chosen, accumulate(sizes, initial=0), strict=True))  # members of the chosen cells before each
-    return {rank: members[before[cell] + rank - starts[cell]] for rank, cell in cell_of.items()}
-
-
-def _bracketing_cuts(sample: Sequence[float], fractions: Iterable[float]) -> list[float]:
-    """Return values below and above each fraction of a sorted sample, four standard errors of its rank away."""
-    n, cuts = len(sample), set()
-    for fraction in fractions:
-        margin = 4 * sqrt(n * fraction * (1 - fraction)) + 1
-        cuts |= {sample[max(0, int(n * fraction - margin))], sample[min(n - 1, int(n * fraction + margin) + 1)]}
-    return sorted(cuts)
+    return {"mean": _mean(values)} | {f"p{q}": value for q, value in percentiles(values, LATENCY_PERCENTILES).items()}
 
 
 def _finite(samples: Iterable[float]) -> Sequence[float]:
     """Return the samples, or none at all if one is not finite: dropping only that one would hide it."""
     values = samples if isinstance(samples, array) else list(map(float, samples))
-    return values if all(map(isfinite, values)) else []
+    return values if isfinite(sum(values)) or all(map(isfinite, values)) else []  # a sum takes a third of the time
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -199,42 +152,19 @@ def _mean(values: Sequence[float]) -> float:
 # Serving
 
 
-class TimedRequest(Protocol):
-    """Timestamps and token counts of a finished request; times in seconds on one clock."""
-
-    @property
-    def arrival(self) -> float: ...
-    @property
-    def first_token(self) -> float | None: ...
-    @property
-    def token_times(self) -> Sequence[float]: ...
-    @property
-    def end(self) -> float: ...
-    @property
-    def input_tokens(self) -> int: ...
-    @property
-    def output_tokens(self) -> int: ...
-
-
 def ttft_ms(request: TimedRequest) -> float | None:
     """Return the time to first token (TTFT), from arrival; None without streaming."""
-    return None if request.first_token is None else _elapsed_ms(request.arrival, request.first_token)
+    return elapsed_ms(request.arrival, request.first_token)
 
 
 def e2e_ms(request: TimedRequest) -> float | None:
     """Return the end-to-end latency, from arrival to the last token."""
-    return _elapsed_ms(request.arrival, request.end)
+    return elapsed_ms(request.arrival, request.end)
 
 
 def tpot_ms(request: TimedRequest) -> float | None:
     """Return the time per output token (TPOT) after the first: (E2E - TTFT) / (n - 1); None for fewer than 2 tokens."""
-    return _time_per_token(e2e_ms(request), ttft_ms(request), request.output_tokens)
-
-
-def _time_per_token(total_ms: float | None, first_ms: float | None, tokens: int) -> float | None:
-    if total_ms is None or first_ms is None or tokens < 2 or total_ms < first_ms:
-        return None
-    return (total_ms - first_ms) / (tokens - 1)
+    return time_per_token(e2e_ms(request), ttft_ms(request), request.output_tokens)
 
 
 def output_speeds(tpot_ms: Iterable[float]) -> Sequence[float]:
@@ -242,15 +172,20 @@ def output_speeds(tpot_ms: Iterable[float]) -> Sequence[float]:
     return array("d", (1000.0 / gap for gap in tpot_ms if 0 < gap <= LARGEST and 1000.0 / gap <= LARGEST))
 
 
-def user_throughputs(requests: Iterable[TimedRequest]) -> Sequence[float]:
+def user_throughputs(requests: Sequence[TimedRequest]) -> Sequence[float]:
     """Return tokens/s/user of requests, TTFT included: n / E2E."""
-    speeds = (_quotient((request.output_tokens, 1000.0), (e2e_ms(request),)) for request in requests)
-    return array("d", (speed for speed in speeds if speed is not None))
+    timed = TimedRequests.of(requests)
+    totals, tokens = timed.e2e_ms, timed.output_tokens
+    if isinstance(totals, array) and min(totals, default=0.0) > 0 and min(tokens) > 0:
+        speeds = array("d", map(truediv, map(mul, tokens, repeat(1000.0)), totals))
+        if isfinite(sum(speeds)):
+            return speeds
+    return without_nulls([_quotient((output, 1000.0), (total,)) for output, total in zip(tokens, totals, strict=True)])
 
 
 def itl_ms(request: TimedRequest) -> list[float]:
     """Return the inter-token latencies (ITL): gaps between successive chunks of the stream."""
-    times = _arrivals(request)
+    times = output_times(request)
     return [gap for a, b in pairwise(times) if _is_gap(gap := (b - a) * 1000.0)]
 
 
@@ -258,41 +193,20 @@ def _is_gap(milliseconds: float) -> bool:
     return 0 <= milliseconds <= LARGEST
 
 
-def _arrivals(request: TimedRequest) -> Sequence[float]:
-    """Return the arrival times of output chunks, with the first token once."""
-    times = request.token_times
-    if request.first_token is not None and times and request.first_token < times[0]:
-        return [request.first_token, *times]
-    return times
-
-
 def request_latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, Sequence[float]]:
     """Return the samples of TTFT, TPOT and E2E, at most one per request."""
-    firsts, gaps, totals = array("d"), array("d"), array("d")
-    for request in requests:  # in one pass: there may be a million of them
-        total, first = e2e_ms(request), ttft_ms(request)
-        gap = _time_per_token(total, first, request.output_tokens)
-        if first is not None:
-            firsts.append(first)
-        if gap is not None:
-            gaps.append(gap)
-        if total is not None:
-            totals.append(total)
-    return {"ttft_ms": firsts, "tpot_ms": gaps, "e2e_ms": totals}
+    timed = TimedRequests.of(requests)
+    return {
+        "ttft_ms": without_nulls(timed.ttft_ms),
+        "tpot_ms": without_nulls(timed.tpot_ms),
+        "e2e_ms": without_nulls(timed.e2e_ms),
+    }
 
 
 def pooled_itl_ms(requests: Sequence[TimedRequest]) -> Sequence[float]:
     """Return the gaps of all requests, as `itl_ms` has them."""
-    gaps = array("d")
-    for first in range(0, len(requests), REQUESTS_AT_ONCE):
-        seconds = array("d")
-        for request in requests[first : first + REQUESTS_AT_ONCE]:
-            times = _arrivals(request)
-            seconds.extend(map(sub, times[1:], times))
-        some = array("d", map(mul, seconds, repeat(1000.0)))
-        is_plain = isfinite(sum(some)) and min(some, default=0.0) >= 0  # nearly always
-        gaps.extend(some if is_plain else array("d", filter(_is_gap, some)))
-    return gaps
+    timed = TimedRequests.of(requests)
+    return timed.gaps_ms if timed.has_ordered_token_times else array("d", filter(_is_gap, timed.gaps_ms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,14 +222,16 @@ class Throughput:
 
 def throughput(requests: Sequence[TimedRequest]) -> Throughput | None:
     """Return the rates over T = max(end) - min(arrival); None if T is zero or a time is not finite."""
-    latencies = [e2e_ms(r) for r in requests]
-    if not latencies or any(latency is None for latency in latencies):
+    timed = TimedRequests.of(requests)
+    latencies = timed.e2e_ms
+    if not latencies or (isinstance(latencies, list) and None in latencies):
         return None
-    duration = float(max(r.end for r in requests) - min(r.arrival for r in requests))
-    concurrency = _quotient((fsum(latency or 0.0 for latency in latencies),), (duration, 1000))
+    duration = max(timed.ends) - min(timed.arrivals)
+    concurrency = _quotient((fsum(without_nulls(latencies)),), (duration, 1000))
     if concurrency is None:
         return None
-    output, total = sum(r.output_tokens for r in requests), sum(r.input_tokens + r.output_tokens for r in requests)
+    output = sum(timed.output_tokens)
+    total = output + sum(timed.input_tokens)
     return Throughput(
         duration_s=duration,
         request_throughput=len(requests) / duration,
@@ -342,35 +258,38 @@ def steady_state(requests: Sequence[TimedRequest], whole: Throughput | None = No
     no token times, if all of them were one wave, or if the window is too short to be representative. `whole`: their
     throughput, where it is known.
     """
-    whole = whole or throughput(requests)
-    first_tokens = sorted(r.first_token for r in requests if r.first_token is not None)
-    if whole is None or len(first_tokens) < len(requests) or not all(r.token_times for r in requests):
+    timed = TimedRequests.of(requests)
+    whole = whole or throughput(timed)
+    if whole is None or not isinstance(timed.first_tokens, array) or not all(r.token_times for r in requests):
         return None
-    start, end = first_tokens[_max_concurrency(requests) - 1], first_tokens[-1]
-    finished = sum(start < r.end <= end for r in requests)
+    first_tokens, ends = sorted(timed.first_tokens), sorted(timed.ends)
+    start, end = first_tokens[_max_concurrency(first_tokens, ends) - 1], first_tokens[-1]
+    finished = bisect_right(ends, end) - bisect_right(ends, start)
     if end - start < STEADY_MIN_FRACTION * whole.duration_s or finished < STEADY_MIN_REQUESTS:
         return None
-    tokens = fsum(_tokens_between(r, start, end) for r in requests)
+    in_order = timed.has_ordered_token_times
+    tokens = fsum(_tokens_between(r, start, end, in_order) for r in requests)
     rate = _quotient((tokens,), (end - start,))
     return None if rate is None else SteadyState(start_s=start, end_s=end, output_tokens_per_s=rate)
 
 
-def _max_concurrency(requests: Sequence[TimedRequest]) -> int:
-    """Return the largest number of requests in decode at once; at equal times an end counts before a start."""
-    starts, ends = sorted(r.first_token for r in requests if r.first_token is not None), sorted(r.end for r in requests)
-    running = (begun - bisect_right(ends, start) for begun, start in enumerate(starts, start=1))
-    return max(1, max(running, default=1))
+def _max_concurrency(starts: Sequence[float], ends: Sequence[float]) -> int:
+    """Return the largest number of requests at once, from sorted times; at equal ones an end counts before a start."""
+    return max(1, max(map(sub, count(1), map(bisect_right, repeat(ends), starts)), default=1))
 
 
-def _tokens_between(request: TimedRequest, start: float, end: float) -> float:
+def _tokens_between(request: TimedRequest, start: float, end: float, in_order: bool) -> float:
     """Return the output tokens that arrived in (start, end]; chunks of several tokens count as equally large."""
-    times = sorted(_arrivals(request))
+    times = request.token_times
+    if in_order and request.first_token == times[0] and start < times[0] and times[-1] <= end:  # nearly always
+        return float(request.output_tokens)
+    times = sorted(output_times(request))
     return (bisect_right(times, end) - bisect_right(times, start)) * request.output_tokens / len(times)
 
 
 def issue_rate(requests: Sequence[TimedRequest]) -> float | None:
     """Return the request rate: intervals over the time from the first to the last arrival; None if all at once."""
-    arrivals = [r.arrival for r in requests]
+    arrivals = TimedRequests.of(requests).arrivals
     return _quotient((len(arrivals) - 1,), (max(arrivals) - min(arrivals),)) if arrivals else None
 
 
@@ -379,12 +298,13 @@ def late_fraction(requests: Sequence[TimedRequest], concurrency: int) -> float |
 
     Until the last one is sent, `concurrency` requests (or all there are) should be running.
     """
-    whole = throughput(requests)
+    timed = TimedRequests.of(requests)
+    whole = throughput(timed)
     if whole is None:
         return None
-    target = min(concurrency, len(requests))
-    first, last = min(r.arrival for r in requests), max(r.arrival for r in requests)
-    running_s = fsum(min(r.end, last) - r.arrival for r in requests)
+    target = min(concurrency, len(timed))
+    first, last = min(timed.arrivals), max(timed.arrivals)
+    running_s = fsum(map(sub, map(min, timed.ends, repeat(last)), timed.arrivals))
     return max(0.0, target * (last - first) - running_s) / (target * whole.duration_s)
 
 
@@ -397,8 +317,3 @@ def energies_agree(counted_joules: float | None, integrated_joules: float | None
 def mbu(bytes_per_step: float | None, step_time_s: float | None, memory_bandwidth: float | None) -> float | None:
     """Return memory-bandwidth utilization (MBU) of one GPU in decode: bytes per step / step time / peak bytes/s."""
     return _quotient((bytes_per_step,), (step_time_s, memory_bandwidth))
-
-
-def _elapsed_ms(start: float, end: float) -> float | None:
-    elapsed = (end - start) * 1000.0
-    return elapsed if isfinite(elapsed) and elapsed >= 0 else None

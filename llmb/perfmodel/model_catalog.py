@@ -66,6 +66,15 @@ def find_model(name: str, size: str = "") -> ModelShape:
     raise UnknownName("model", full_name, sorted(set(names.values())))
 
 
+def is_catalog_name(name: str) -> bool:
+    """Return whether `find_model` knows a name."""
+    try:
+        find_model(name)
+    except UnknownName:
+        return False
+    return True
+
+
 @cache
 def catalog_names() -> dict[str, str]:
     """Return every name and alias, in lower case, with the key of its entry."""

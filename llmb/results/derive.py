@@ -9,7 +9,7 @@ The log of another engine has no configuration: what cannot be known without one
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from llmb.config.load_settings import LoadConfig, LoadSettings, load_settings_of
+from llmb.config.load_settings import LoadConfig, LoadSettings
 from llmb.config.native.number_formats import number_formats
 from llmb.config.spec import Inference, OutOfCore, RunConfig, Status, Training
 from llmb.events import (
@@ -24,18 +24,20 @@ from llmb.events import (
 )
 from llmb.formats.device_facts import recorded_facts
 from llmb.perfmodel import flops, hardware, metrics
+from llmb.perfmodel.garbage_collection import paused_garbage_collection
 from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
 from llmb.results.goodput.goodput_figures import goodput
 from llmb.results.gpu_telemetry import gpu_telemetry, measured_span
-from llmb.results.load_warnings import client_moved
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
 from llmb.results.prediction_check import check_prediction
+from llmb.results.recorded_events import RecordedEvents
 from llmb.results.result import Collective, Comparison, MeasuredCeiling, Result, SlowRank, TimeShare
-from llmb.results.serving_figures import measured_requests, serving_fault, serving_fields, summary_fields
+from llmb.results.serving_figures import serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
 
 
+@paused_garbage_collection()
 def derive(
     config: RunConfig | None,
     events: Iterable[Event],
@@ -44,7 +46,7 @@ def derive(
     usual_window: tuple[int, int] = MEGATRON_BRIDGE_WINDOW,
 ) -> Result:
     """Derive the Result of one run; `usual_window`: of a log without configuration, shortened where it is shorter."""
-    recorded = list(events)
+    recorded = RecordedEvents.of(events)
     steps = _steps(recorded)
     status, reason = _status(recorded, steps, config)
     fields: dict = {
@@ -61,42 +63,34 @@ def derive(
         fields["goodput"] = goodput(config, recorded, fields.get("tokens_per_s"))
     fields |= serving_fields(recorded, config)
     fields |= _telemetry_fields(recorded, steps, fields)
-    for event in recorded:
-        if isinstance(event, ServingSummary):
-            fields |= summary_fields(event)
+    for totals in recorded.of_type(ServingSummary):
+        fields |= summary_fields(totals)
     fields["measured_ceiling"] = _measured_ceiling(config, fields.get("tflops_per_gpu"))
-    fields["time_spent"] = tuple(TimeShare(**asdict(e)) for e in recorded if isinstance(e, TimeSpent))
-    fields["collectives"] = tuple(Collective(**asdict(e)) for e in recorded if isinstance(e, CollectiveSeen))
-    for event in recorded:
-        if isinstance(event, LogProblem):
-            problems = fields.setdefault("log_problems", {})
-            problems[event.problem] = problems.get(event.problem, 0) + event.count
+    fields["time_spent"] = tuple(TimeShare(**asdict(e)) for e in recorded.of_type(TimeSpent))
+    fields["collectives"] = tuple(Collective(**asdict(e)) for e in recorded.of_type(CollectiveSeen))
+    for event in recorded.of_type(LogProblem):
+        problems = fields.setdefault("log_problems", {})
+        problems[event.problem] = problems.get(event.problem, 0) + event.count
     if config is not None and config.one_rank is not None:
         from llmb.results.one_rank_figures import CLUSTER_FIGURES, one_rank_step  # here: few runs need the predictor
 
         fields = {name: value for name, value in fields.items() if name not in CLUSTER_FIGURES}
         fields["one_rank"] = one_rank_step(config, fields)
-    if not _is_client_late(config, recorded):  # else no figure of the server is known well enough to compare
-        fields["reference"] = _compare_with_reference(config, fields)
     warnings = cautions(config, fields, recorded, steps)
+    if all(warning.code != "CLIENT_LATE" for warning in warnings):  # else no figure of the server is known well enough
+        fields["reference"] = _compare_with_reference(config, fields)
     return Result(**fields, predicted=check_prediction(config, fields, warnings), warnings=warnings)
 
 
-def _is_client_late(config: RunConfig | None, events: list[Event]) -> bool:
-    load = load_settings_of(config)
-    completed = [request for request in measured_requests(events) if request.error is None]
-    return load is not None and client_moved(load, completed, events) is not None
-
-
-def _steps(events: list[Event]) -> list[StepDone]:
+def _steps(events: RecordedEvents) -> list[StepDone]:
     """Return the steps of the lowest rank that has any (some engines log on the last); repeated ones once."""
-    done = [e for e in events if isinstance(e, StepDone)]
+    done = events.of_type(StepDone)
     lowest = min((e.rank for e in done), default=0)
     by_step = {e.step: e for e in done if e.rank == lowest}
     return [by_step[number] for number in sorted(by_step)]
 
 
-def _status(events: list[Event], steps: list[StepDone], config: RunConfig | None) -> tuple[Status, str | None]:
+def _status(events: RecordedEvents, steps: list[StepDone], config: RunConfig | None) -> tuple[Status, str | None]:
     """Return status and reason of the last RunEnded; fewer steps or requests than configured are incomplete."""
     end = _end(events)
     if end is None:
@@ -109,12 +103,12 @@ def _status(events: list[Event], steps: list[StepDone], config: RunConfig | None
     return fault or (status, reason)
 
 
-def _end(events: list[Event]) -> RunEnded | None:
+def _end(events: RecordedEvents) -> RunEnded | None:
     """Return the last RunEnded of rank 0, to which llmb-run appends its verdict."""
-    return next((e for e in reversed(events) if isinstance(e, RunEnded) and e.rank == 0), None)
+    return next((event for event in reversed(events.of_type(RunEnded)) if event.rank == 0), None)
 
 
-def _failure_fields(events: list[Event]) -> dict:
+def _failure_fields(events: RecordedEvents) -> dict:
     end = _end(events)
     return {} if end is None else {"failed_rank": end.failed_rank, "last_lines": end.last_lines}
 
@@ -125,10 +119,10 @@ def _requested_steps(steps: list[StepDone], config: RunConfig | None) -> int | N
     return next((s.steps for s in steps if s.steps), None)
 
 
-def _identity(config: RunConfig | None, events: list[Event]) -> dict:
+def _identity(config: RunConfig | None, events: RecordedEvents) -> dict:
     """Fields that say what produced the figures."""
     fields: dict = {}
-    start = next((e for e in events if isinstance(e, RunStarted) and e.rank == 0), None)
+    start = next((event for event in events.of_type(RunStarted) if event.rank == 0), None)
     if start is not None:
         fields |= {"started": start.time, "gpu_name": start.gpu_name, "host": start.host}
         fields |= {"commit": start.commit, "versions": start.versions, "fallbacks": start.fallbacks}
@@ -186,7 +180,7 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
     return fields
 
 
-def _telemetry_fields(events: list[Event], steps: list[StepDone], fields: dict) -> dict:
+def _telemetry_fields(events: RecordedEvents, steps: list[StepDone], fields: dict) -> dict:
     """Return what GPUs did over the measured interval, and their mean power unless a counter gave it."""
     first, last = fields.get("window", (0, 0))
     telemetry = gpu_telemetry(events, measured_span([s for s in steps if first <= s.step <= last and not s.warmup]))
@@ -198,7 +192,7 @@ def _telemetry_fields(events: list[Event], steps: list[StepDone], fields: dict) 
     return {"telemetry": telemetry, "mean_power_w": power, "joules_per_token": energy}
 
 
-def _slow_ranks(config: RunConfig | None, events: list[Event], fields: dict) -> tuple[SlowRank, ...]:
+def _slow_ranks(config: RunConfig | None, events: RecordedEvents, fields: dict) -> tuple[SlowRank, ...]:
     """Return the ranks others waited for; without a configuration it is unknown which ranks have equal work."""
     statistics = fields["step_time_s"]
     if config is None or statistics is None:

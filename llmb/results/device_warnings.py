@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from llmb.events import Event, RunStarted
 from llmb.formats.device_facts import DeviceFacts, power_limit_text, recorded_facts
+from llmb.results.recorded_events import events_of
 
 # Reasons for lower clocks that a healthy GPU does not show; the power limit alone is shown by every one under load.
 SLOWDOWNS = {"hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown", "sync_boost"}
@@ -17,7 +18,7 @@ Rank = tuple[RunStarted, DeviceFacts]
 
 def device_cautions(events: Iterable[Event]) -> Iterator[tuple[str, str]]:
     """Yield code and text of each warning."""
-    ranks = [(event, recorded_facts(event.device)) for event in events if isinstance(event, RunStarted)]
+    ranks = [(event, recorded_facts(event.device)) for event in events_of(events, RunStarted)]
     yield from _grouped(
         "POWER_LIMIT", ranks, power_limit_text,
         "compare it only with runs at this limit, or restore it: sudo nvidia-smi -pl WATTS",

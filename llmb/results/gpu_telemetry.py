@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from llmb.events import Event, GpuSample, StepDone
 from llmb.perfmodel.metrics import percentile
+from llmb.results.recorded_events import events_of
 from llmb.results.result import GpuTelemetry
 
 PERCENTILES = (5, 50, 95)
@@ -27,7 +28,7 @@ def measured_span(steps: Sequence[StepDone]) -> Span | None:
 
 def measured_samples(events: Iterable[Event], span: Span | None) -> list[GpuSample]:
     """Return the samples of the measured interval, as their recorder says or as the times of steps do."""
-    samples = [event for event in events if isinstance(event, GpuSample)]
+    samples = events_of(events, GpuSample)
     return [s for s in samples if s.measured or (s.measured is None and span and span[0] <= s.time <= span[1])]
 
 

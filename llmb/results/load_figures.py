@@ -12,11 +12,12 @@ from llmb.config.load_settings import LoadSettings, SloLimits, load_settings_of,
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import ClientFacts, Event, RequestDone
 from llmb.perfmodel import load_metrics, metrics
+from llmb.results.recorded_events import completed_requests, events_of
 
 
 def client_facts(events: Sequence[Event]) -> ClientFacts | None:
     """Return what the load generator recorded of itself; None of a run without one."""
-    return next((event for event in reversed(events) if isinstance(event, ClientFacts)), None)
+    return next(reversed(events_of(events, ClientFacts)), None)
 
 
 def slo_of(config: RunConfig | None) -> SloLimits | None:
@@ -36,7 +37,7 @@ def load_fields(
     fields: dict,
 ) -> dict:
     """Return the fields that follow from the measured requests; `latencies` and `fields`: those of serving_figures."""
-    completed = [r for r in requests if r.error is None]
+    completed = completed_requests(events)
     figures: dict[str, Any] = {"latency_intervals_ms": _intervals(latencies)}
     if any(r.scheduled is not None for r in completed):
         figures["ttft_scheduled_ms"] = _summary(load_metrics.scheduled_ttft_ms, completed)
@@ -127,8 +128,6 @@ def _counts(completed: Sequence[RequestDone]) -> dict:
     checked = [r for r in completed if r.client_tokens is not None]
     if checked:
         figures["token_counts_wrong"] = sum(r.client_tokens != r.output_tokens for r in checked)
-    chunks = sum(len(r.token_times) for r in completed)
-    streamed = sum(r.output_tokens for r in completed if r.token_times)
-    if chunks and any(r.counted_by == "usage" for r in completed):
-        figures["tokens_per_chunk"] = streamed / chunks
+    if "usage" in sources and (chunks := sum(len(r.token_times) for r in completed)):
+        figures["tokens_per_chunk"] = sum(r.output_tokens for r in completed if r.token_times) / chunks
     return figures

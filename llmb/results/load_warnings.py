@@ -6,6 +6,7 @@ from llmb.config.load_settings import LoadSettings
 from llmb.events import Event, RequestDone
 from llmb.perfmodel import load_metrics
 from llmb.results.load_figures import client_facts
+from llmb.results.recorded_events import completed_requests
 
 FULL_TIMES = 2  # how often the requests should fill the concurrency
 RATE_TOLERANCE = 0.05  # of the time that the arrivals were meant to take
@@ -18,7 +19,7 @@ def load_cautions(
     load: LoadSettings, measured: Sequence[RequestDone], fields: dict, events: Sequence[Event]
 ) -> Iterable[tuple[str, str]]:
     """Yield every warning that applies."""
-    completed = [r for r in measured if r.error is None]
+    completed = completed_requests(events)
     yield from _about_client(load, completed, events)
     failed = [r for r in measured if r.error is not None]
     if failed:

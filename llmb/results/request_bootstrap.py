@@ -21,7 +21,7 @@ from operator import attrgetter
 from statistics import median
 
 from llmb.perfmodel import metrics
-from llmb.perfmodel.metrics import TimedRequest
+from llmb.perfmodel.samples.timed_requests import Column, TimedRequest, TimedRequests
 from llmb.results.compare.median_interval import (
     MOST_BLOCKS,
     MedianInterval,
@@ -37,6 +37,7 @@ RESAMPLES = 1000
 SEED = 1234  # the same runs always give the same verdict
 
 Sums = tuple[float, float]  # numerator and denominator of a figure, over some requests
+Columns = tuple[Sequence[float], Sequence[float]]  # numerators and denominators of single requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +59,23 @@ class RequestRatio:
         return None if self.low is None or self.high is None else self.low > 1 or self.high < 1
 
 
-def _mean(latency: Callable[[TimedRequest], float | None]) -> Callable[[TimedRequest], Sums]:
-    def sums(request: TimedRequest) -> Sums:
-        value = latency(request)
-        return (0.0, 0.0) if value is None else (value, 1.0)
-
-    return sums
+def _tokens(requests: TimedRequests) -> Columns:
+    seconds = (0.0 if value is None else value / 1000 for value in requests.e2e_ms)
+    return array("d", requests.output_tokens), array("d", seconds)
 
 
-def _tokens(request: TimedRequest) -> Sums:
-    return float(request.output_tokens), (metrics.e2e_ms(request) or 0.0) / 1000
+def _mean(values: Column) -> Columns:
+    if isinstance(values, array):
+        return values, array("d", [1.0]) * len(values)
+    return array("d", (value or 0.0 for value in values)), array("d", (value is not None for value in values))
 
 
-FIGURES: dict[str, tuple[Callable[[TimedRequest], Sums], bool]] = {  # sums of a request; whether higher is better
+# Columns of requests; whether higher is better.
+FIGURES: dict[str, tuple[Callable[[TimedRequests], Columns], bool]] = {
     "output_tokens_per_s": (_tokens, True),
-    "ttft_ms": (_mean(metrics.ttft_ms), False),
-    "tpot_ms": (_mean(metrics.tpot_ms), False),
-    "e2e_ms": (_mean(metrics.e2e_ms), False),
+    "ttft_ms": (lambda requests: _mean(requests.ttft_ms), False),
+    "tpot_ms": (lambda requests: _mean(requests.tpot_ms), False),
+    "e2e_ms": (lambda requests: _mean(requests.e2e_ms), False),
 }
 
 
@@ -105,17 +106,13 @@ def request_times(requests: Sequence[TimedRequest]) -> dict[str, MedianInterval]
 
     The estimate is a mean, in the place of the median.
     """
-    whole = metrics.throughput(requests)
+    ordered = TimedRequests(sorted(requests, key=attrgetter("arrival")))
+    whole = metrics.throughput(ordered)
     if whole is None:
         return {}
-    ordered = sorted(requests, key=attrgetter("arrival"))
     times = {}
     for figure, (sums, higher_is_better) in FIGURES.items():
-        tops, bottoms = array("d"), array("d")
-        for request in ordered:
-            top, bottom = sums(request)
-            tops.append(top)
-            bottoms.append(bottom)
+        tops, bottoms = sums(ordered)
         if higher_is_better:  # output tokens/s: its inverse is a time
             tops, bottoms = bottoms, tops
         if sum(tops) > 0 and sum(bottoms) > 0:

@@ -15,6 +15,7 @@ from llmb.events import Event, RequestDone, ServingFacts, ServingSample, Serving
 from llmb.perfmodel import metrics
 from llmb.perfmodel.hardware import GIB
 from llmb.results.load_figures import load_fields
+from llmb.results.recorded_events import completed_requests, events_of, measured_requests
 from llmb.results.result import Result
 from llmb.results.speculation_figures import speculation_fields
 
@@ -23,18 +24,12 @@ STREAMED = ("ttft_ms", "tpot_ms", "itl_ms", "output_speed_tokens_per_s", "output
 COUNTS = ("requests", "requests_failed", "input_tokens", "output_tokens")
 
 
-def measured_requests(events: Iterable[Event]) -> list[RequestDone]:
-    """Return every measured request, failed ones included."""
-    return [e for e in events if isinstance(e, RequestDone) and not e.warmup]
-
-
 def engine_facts(events: Iterable[Event]) -> dict[int, ServingFacts]:
     """Return each rank's facts about its engine and device; later events override earlier ones."""
     by_rank: dict[int, dict[str, Any]] = {}
-    for event in events:
-        if isinstance(event, ServingFacts):
-            fields = {name: value for name, value in asdict(event).items() if value is not None}
-            by_rank.setdefault(event.rank, {}).update(fields)
+    for event in events_of(events, ServingFacts):
+        fields = {name: value for name, value in asdict(event).items() if value is not None}
+        by_rank.setdefault(event.rank, {}).update(fields)
     return {rank: ServingFacts(**by_rank[rank]) for rank in sorted(by_rank)}
 
 
@@ -42,16 +37,16 @@ def serving_fields(events: Sequence[Event], config: RunConfig | None) -> dict:
     """Return throughput over all measured requests and latencies of the successful ones; empty without requests."""
     facts = engine_facts(events)
     fields = _device_fields(facts) | {"kv_peak_use": _kv_peak_use(events)}
-    if not any(isinstance(e, RequestDone) for e in events):
+    requests = events_of(events, RequestDone)
+    if not requests:
         return fields if facts else {}
-    measured = measured_requests(events)
-    completed = [r for r in measured if r.error is None]
-    warmup = sum(isinstance(e, RequestDone) and e.warmup for e in events)
+    measured, completed = measured_requests(events), completed_requests(events)
+    warmup = len(requests) - len(measured)
     fields |= {"requests": len(completed), "requests_failed": len(measured) - len(completed)}
     fields |= {"warmup_requests": warmup or _first(facts, "warmup_requests")}
     fields |= {
-        "input_tokens": sum(r.input_tokens for r in completed),
-        "output_tokens": sum(r.output_tokens for r in completed),
+        "input_tokens": sum(completed.input_tokens),
+        "output_tokens": sum(completed.output_tokens),
     }
     fields |= {
         "lengths_wrong": _lengths_wrong(completed, config),
@@ -77,8 +72,7 @@ def serving_fault(events: Sequence[Event], config: RunConfig | None) -> tuple[St
     work = serving_work(config)
     if work is None or _has_totals(events):
         return None
-    measured = measured_requests(events)
-    completed = [r for r in measured if r.error is None]
+    measured, completed = measured_requests(events), completed_requests(events)
     if measured and not completed:
         return "failed", f"no request succeeded; the first ended with: {measured[0].error}"
     elsewhere = load_settings_of(config) is not None  # a server of others need not obey: its lengths are a warning
@@ -109,10 +103,10 @@ def summary_fields(summary: ServingSummary) -> dict:
 
 
 def _has_totals(events: Iterable[Event]) -> bool:
-    return any(isinstance(e, ServingSummary) for e in events)
+    return bool(events_of(events, ServingSummary))
 
 
-def _rates(completed: list[RequestDone], gpus: int | None) -> dict:
+def _rates(completed: Sequence[RequestDone], gpus: int | None) -> dict:
     """Return rates over the whole run, and over the window in which the engine is full."""
     whole = metrics.throughput(completed)
     steady = metrics.steady_state(completed, whole)
@@ -126,7 +120,7 @@ def _rates(completed: list[RequestDone], gpus: int | None) -> dict:
     return fields
 
 
-def _latencies(completed: list[RequestDone], latencies: dict[str, Sequence[float]]) -> dict:
+def _latencies(completed: Sequence[RequestDone], latencies: dict[str, Sequence[float]]) -> dict:
     fields: dict = {name: metrics.latency_summary(samples) for name, samples in latencies.items()}
     fields["itl_ms"] = metrics.latency_summary(metrics.pooled_itl_ms(completed))
     speed = metrics.latency_summary(metrics.output_speeds(latencies["tpot_ms"]))
@@ -135,11 +129,11 @@ def _latencies(completed: list[RequestDone], latencies: dict[str, Sequence[float
     return fields | {"output_tokens_per_s_per_user": user and user["mean"]}
 
 
-def _wrong_length(completed: list[RequestDone]) -> list[RequestDone]:
+def _wrong_length(completed: Sequence[RequestDone]) -> list[RequestDone]:
     return [r for r in completed if r.requested_tokens is not None and r.output_tokens != r.requested_tokens]
 
 
-def _lengths_wrong(completed: list[RequestDone], config: RunConfig | None) -> int | None:
+def _lengths_wrong(completed: Sequence[RequestDone], config: RunConfig | None) -> int | None:
     """Count outputs of a wrong length; None where EOS may end them, or no requested length was recorded."""
     work = serving_work(config)
     if work is None or not work.ignore_eos or all(r.requested_tokens is None for r in completed):
@@ -148,7 +142,7 @@ def _lengths_wrong(completed: list[RequestDone], config: RunConfig | None) -> in
 
 
 def _kv_peak_use(events: Iterable[Event]) -> float | None:
-    samples = [e for e in events if isinstance(e, ServingSample) and not e.warmup]
+    samples = [sample for sample in events_of(events, ServingSample) if not sample.warmup]
     return max((s.blocks_used / s.blocks for s in samples if s.blocks_used is not None and s.blocks), default=None)
 
 

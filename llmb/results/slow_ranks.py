@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from statistics import median
 
 from llmb.events import Event, RunStarted, StepDone
+from llmb.results.recorded_events import events_of
 from llmb.results.result import SlowRank
 
 FEW_STEPS = 5  # fewer are not conclusive
@@ -26,12 +27,13 @@ def slow_ranks(
 ) -> tuple[SlowRank, ...]:
     """Return the ranks that delay the others over the steps of the window, in order."""
     work_s: dict[tuple[int, int], dict[int, float]] = {}  # busy seconds by (stage, step), then by rank
-    hosts: dict[int, str | None] = {}
-    for event in events:
-        if isinstance(event, RunStarted):
-            hosts[event.rank] = event.host
-        elif isinstance(event, StepDone) and event.busy_s is not None and window[0] <= event.step <= window[1]:
-            work_s.setdefault((event.rank // stage_ranks, event.step), {})[event.rank] = event.busy_s
+    hosts = {event.rank: event.host for event in events_of(events, RunStarted)}
+    steps = events_of(events, StepDone)
+    if len({step.rank for step in steps}) == 1:
+        return ()
+    for step in steps:
+        if step.busy_s is not None and window[0] <= step.step <= window[1]:
+            work_s.setdefault((step.rank // stage_ranks, step.step), {})[step.rank] = step.busy_s
     compared: dict[int, list[tuple[float, float]]] = {}  # by rank: busy time and that of the others, for every step
     for work in work_s.values():
         ordered = sorted(work.values())

@@ -12,8 +12,9 @@ from llmb.perfmodel import metrics
 from llmb.perfmodel.hardware import gpu_key
 from llmb.results.device_warnings import device_cautions
 from llmb.results.load_warnings import load_cautions
+from llmb.results.recorded_events import events_of, measured_requests
 from llmb.results.result import Caution, SlowRank
-from llmb.results.serving_figures import engine_facts, measured_requests
+from llmb.results.serving_figures import engine_facts
 
 LOSS_SAMPLES = 5  # steps at each end of a run whose mean losses are compared
 LOSS_NOISE = 0.1  # between the means of small batches
@@ -34,11 +35,11 @@ def cautions(
     warnings += [*_about_serving(config, fields, events), *_about_config(config, fields)]
     if config is not None and config.fault_injection is not None:
         warnings.append(("FAULT_INJECTION", _fault_text(config.fault_injection)))
-    for event in events:
-        if isinstance(event, RunResumed) and event.differences:
+    for event in events_of(events, RunResumed):
+        if event.differences:
             text = f"resumed although {event.checkpoint} was made with {'; '.join(event.differences)}"
             warnings.append(("FORCED_RESUME", f"{text}: losses are those of neither run"))
-    start = next((e for e in events if isinstance(e, RunStarted)), None)
+    start = next(iter(events_of(events, RunStarted)), None)
     if config is not None and start is not None:
         warnings += _about_machine(config, start)
     warnings += device_cautions(events)

@@ -46,7 +46,13 @@ def superscript_rank(run):
     (run.path / "events.rank².jsonl").touch()
 
 
-@pytest.mark.parametrize("damage", [wrong_type, deep_nesting, superscript_restart, superscript_rank])
+def hole_in_events(run):
+    with run.events(0).open("a") as events:
+        events.truncate(2**41)
+    append(run.events(0), RunEnded(status="ok"))
+
+
+@pytest.mark.parametrize("damage", [wrong_type, deep_nesting, superscript_restart, superscript_rank, hole_in_events])
 def test_damage_that_leaves_the_run_readable(runs, damage, capsys):
     damage(runs[1])
     assert main(["jobs", "rebuild"]) == 0
@@ -103,8 +109,21 @@ def half_a_surrogate_pair(run):
     run.config.write_text(run.config.read_text().replace('"name": "', '"name": "\\ud800', 1))
 
 
+def hole_in(path):
+    """Leave two TiB of nothing in the middle of a file: read, they would take minutes and all memory."""
+    content = path.read_bytes() if path.exists() else b"first\nlast\n"
+    with path.open("wb") as file:
+        file.write(content[: len(content) // 2])
+        file.seek(2**41, os.SEEK_CUR)
+        file.write(content[len(content) // 2 :])
+
+
+def hole_in_config(run):
+    hole_in(run.config)
+
+
 DAMAGES = [
-    *(huge_scale, half_a_surrogate_pair),
+    *(huge_scale, half_a_surrogate_pair, hole_in_config),
     *(fifo_events, folder_as_events, listed_config, nested_config, wrong_result, wrong_origin),
     *(fifo_config, lost_config, deleted_config),
 ]
@@ -162,6 +181,47 @@ def test_archive_of_everything_leaves_a_damaged_run_out_by_name(runs, damage, ca
     printed = capsys.readouterr()
     assert "2 runs" in printed.out
     assert str(runs[1].path) in printed.err
+
+
+@pytest.mark.parametrize("name", ["events", "log", "command_line", "result"])
+def test_every_command_passes_over_a_hole(runs, name, capsys, tmp_path):
+    assert main(["jobs", "rebuild"]) == 0
+    run = runs[1]
+    path = run.events(0) if name == "events" else getattr(run, name)
+    hole_in(path)
+    commands = [
+        ["jobs", "show", "L2"], ["jobs", "log", "L2"], ["report", "L2", "-o", str(tmp_path / "page.html")],
+        ["compare", "L1", "L2"], ["explain", "L2"], ["read", str(run.log)], ["jobs", "rebuild"],
+        ["archive", "--output", str(tmp_path / "all.tar.zst")],
+    ]  # fmt: skip
+    if not run.log.exists():
+        run.log.write_text("step 1\n")
+    for command in commands:
+        assert main(command) in (0, 1, 2)
+        printed = capsys.readouterr()
+        assert "internal error" not in printed.err, command
+        assert len(printed.out) < 100_000
+    assert printed.err.count(str(path)) == 1  # the archive says that it is not in it
+
+
+def test_last_lines_of_a_log_before_a_hole_are_printed(runs, capsys):
+    assert main(["jobs", "rebuild"]) == 0
+    runs[0].log.write_text("".join(f"line {n}\n" for n in range(1000)))
+    with runs[0].log.open("a") as log:
+        log.truncate(2**41)
+    capsys.readouterr()
+    assert main(["jobs", "log", "L1", "--tail", "3"]) == 0
+    assert "line 998\nline 999\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["fifo", "no text"])
+def test_command_line_that_cannot_be_read_is_left_out_of_the_page(runs, kind, tmp_path):
+    if kind == "fifo":
+        os.mkfifo(runs[0].command_line)
+    else:
+        runs[0].command_line.write_bytes(b"llmb-run \xff\xfe\n")
+    assert main(["jobs", "rebuild"]) == 0
+    assert main(["report", "L1", "-o", str(tmp_path / "page.html")]) == 0
 
 
 def test_record_that_is_a_fifo_is_not_waited_for(runs, capsys, tmp_path):

@@ -193,6 +193,13 @@ def test_refusals_name_the_mistake(
         run_of(tmp_path, config, *words)
 
 
+def test_a_name_that_predictions_know_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, message in (("Qwen/Qwen3-8B", "predict and tune know this name"), ("qwen9-8b", "no such file")):
+        with pytest.raises(ConfigError, match=message):
+            recipes_for(parser().parse_args(["show", "--model", name]))
+
+
 def test_a_task_without_a_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="--task serve says what to do with --model"):
         recipes_for(parser().parse_args(["show", "--task", "serve"]))

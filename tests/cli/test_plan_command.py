@@ -100,6 +100,20 @@ def test_proxy_plan_has_no_times_on_an_unmeasured_cpu(llmb_run):
     assert "`llmb-run probe` measures this machine" in out
 
 
+def test_the_plan_of_a_folder_is_out_of_core(llmb_run, tmp_path):
+    config = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = llmb_run("plan", "--model", str(tmp_path / "config.json"), "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["chunks_per_round"] > 0
+    code, _, err = llmb_run("plan", "--model", str(tmp_path / "config.json"), "--task", "train")
+    assert code == 1
+    assert "plans are made for out-of-core runs" in err
+
+
 def test_measured_rates_are_used_where_available(llmb_run, tmp_path):
     from llmb.config.serialization import to_json
     from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU, rates_path
@@ -159,7 +173,10 @@ WRONG = [
         ["plan", "-w", "pretrain_grok1"],
         "made for out-of-core runs (outofcore_llama3), not for pretrain_grok1",
     ),
-    (["plan"], "name the run with -w; plans are made for out-of-core runs: outofcore_llama3"),
+    (
+        ["plan"],
+        "name the run with -w, or the model with --model; plans are made for out-of-core runs: outofcore_llama3",
+    ),
     (["plan", "-w", "outofcore_llama3", "-s", "9b"], "unknown size of outofcore_llama3 '9b'"),
 ]
 

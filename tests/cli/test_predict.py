@@ -277,3 +277,48 @@ def test_a_row_of_a_gpu_without_a_known_network_leaves_the_others(llmb_run, tmp_
     assert (code, first["gpus"]) == (0, 8)
     assert "network between link domains" in second["error"]
     assert err.startswith("columns that are not used: colour; columns are: source, model")
+
+
+def test_an_engine_that_nobody_named_is_named_beside_our_own(llmb_run):
+    """`show --model` and `submit --model` run the native engine: its time is the other of the two figures."""
+    unnamed = llmb_run(*MODEL)[1].splitlines()
+    assert unnamed[-1].startswith("engine megatron-bridge, as none is named")
+    for option in (["--engine", "native"], ["--set", "engine=native"]):
+        time = json.loads(llmb_run(*MODEL, *option, "--json")[1])["step_time_s"]
+        assert f"run engine native (--engine native): {time:.3f} s on 8 GPUs" in unnamed[-1]
+        assert "as none is named" not in llmb_run(*MODEL, *option)[1]
+    assert "as none is named" not in llmb_run(*MODEL, "--engine", "megatron_bridge")[1]
+    assert json.loads(llmb_run(*MODEL, "--json")[1])["engine"] == "megatron-bridge"
+    assert "as none is named" not in llmb_run("predict", "-w", "pretrain_llama3.1", "-s", "8b", "--gpu-type", "h100")[1]
+
+
+def test_a_curve_says_what_it_is_of(llmb_run):
+    lines = llmb_run(*MODEL[:5], "--scale", "8..32", "--set", "tp=2")[1].splitlines()
+    assert lines[0].startswith("Llama-3.1-8B, bf16, h100, tp 2 pp 1")
+    assert lines[0].endswith("engine megatron-bridge")
+    assert "on 8 GPUs" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--engine", "native", "--set", "engine=jax"], "both name the engine"),
+        (["--engine", "vllm"], "choices are: megatron"),
+    ],
+)
+def test_engines_that_cannot_be_meant_are_refused(llmb_run, more, message):
+    code, out, err = llmb_run(*MODEL, *more)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize("task", ["train", "serve"])
+@pytest.mark.parametrize(
+    "option", [["--engine", "native"], ["--set", "tp=2"], ["--isl", "5"], ["--gpu-type", "h100"], ["--watts", "500"]]
+)
+def test_a_file_of_rows_takes_no_option_that_describes_one_run(llmb_run, tmp_path, task, option):
+    path = tmp_path / "rows.csv"
+    path.write_text("model,gpu,dtype,gpus,seqlen,gbs,mbs,tp\nllama3.1-8b,h100,bf16,8,4096,8,1,1\n")
+    code, out, err = llmb_run("predict", "--rows", path, "--task", task, *option)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert f"{option[0]} has no effect with --rows" in err

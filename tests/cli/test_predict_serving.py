@@ -128,3 +128,65 @@ def test_refusals_are_one_line(llmb_run, args, message):
     code, out, err = llmb_run("predict", *args, *([] if "--task" in args else ["--task", "serve"]))
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert message in err
+
+
+NATIVE = ["predict", "--model", "llama3.1-8b", "--task", "serve", "--engine", "native", "--gpu-type", "h200", "--dtype",
+          "fp8", "--isl", "128", "--osl", "512", "--concurrency", "256", "--set", "max_batch_size=256", "--set",
+          "waves=3"]  # fmt: skip
+SPREAD = ["--set", "lengths=uniform", "--set", "osl_spread=256"]
+
+
+def test_requests_of_varied_lengths_are_followed_one_by_one(llmb_run):
+    equal, varied, repeated = (
+        json.loads(llmb_run(*command, "--json")[1]) for command in (NATIVE, [*NATIVE, *SPREAD], [*NATIVE, *SPREAD])
+    )
+    assert varied == repeated
+    assert varied["output_tokens_per_s"] == pytest.approx(27_404, rel=0.05)  # bench/RESULTS.md
+    assert equal["output_tokens_per_s"] > 1.1 * varied["output_tokens_per_s"]
+    assert "isl 128, osl 512 (25" in llmb_run(*NATIVE, *SPREAD)[1]
+
+
+def test_a_row_with_varied_lengths_is_followed_with_its_own(llmb_run):
+    row = ["predict", "-w", "inference_llama3.1", "-s", "8b", "--dtype", "fp8", "--gpu-type", "h200", "--task", "serve",
+           "--set", "use_case=chat:128/512", "--json"]  # fmt: skip
+    equal, varied, longer = (
+        json.loads(llmb_run(*row, *more)[1])["output_tokens_per_s"] for more in ([], SPREAD, [*SPREAD, "--osl", "1024"])
+    )
+    assert varied != equal
+    assert longer != varied
+    code, _, err = llmb_run(*row, *SPREAD, "--osl", "200")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "osl_spread 256 must be less than osl 200" in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["osl_spread=256"], "set lengths=normal or lengths=uniform"),
+        (["lengths=uniform"], "set isl_spread or osl_spread"),
+        (["lengths=gamma"], "fixed, normal, uniform"),
+        (["lengths=normal", "osl_spread=600"], "must be less than osl 512"),
+        (["lengths=normal", "osl_spread=9", "length_ratio=0.9"], "leave one of them out"),
+        (["lengths=normal", "osl_spread=-9"], "whole number of tokens"),
+    ],
+)
+def test_lengths_without_effect_are_refused(llmb_run, settings, message):
+    code, out, err = llmb_run(*NATIVE, *(part for text in settings for part in ("--set", text)))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
+def test_engines_that_are_predicted_by_means_say_how_to_state_them(llmb_run):
+    code, _, err = llmb_run(*SERVE, *SPREAD)
+    assert code == 1
+    assert "length_ratio" in err
+    assert "--engine native" in err
+
+
+def test_a_served_model_without_an_engine_names_both(llmb_run):
+    unnamed = [*SERVE[: SERVE.index("--engine")], *SERVE[SERVE.index("--engine") + 2 :]]
+    native = json.loads(llmb_run(*unnamed, "--engine", "native", "--json")[1])
+    last = llmb_run(*unnamed)[1].splitlines()[-1]
+    assert last.startswith("engine vllm, as none is named")
+    assert f"E2E {native['e2e_ms']:,.1f} ms at concurrency 64" in last
+    assert "as none is named" not in llmb_run(*SERVE)[1]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_requests import ALL, overrides
 
+from llmb.config.model import DeltaNetConfig
 from llmb.config.native.departures import departures
 from llmb.config.overrides import Setting, from_arguments, from_environment
 from llmb.config.parallel_layout import check_model
@@ -362,8 +363,15 @@ def test_every_workload_has_a_proxy_on_a_gpu_that_is_not_in_the_table(target):
     assert memory_estimate(config).fits is None or config.workload.kind == "outofcore"
 
 
-def test_mla_without_a_latent_of_queries_does_not_run():
+def test_blocks_that_are_predicted_only_do_not_run():
     model = ALL["inference_deepseek-r1"].model("671b")
     check_heads(model)
-    with pytest.raises(ConfigError, match="q_rank=0: queries without a latent do not run here"):
-        check_heads(replace(model, mla=replace(model.mla, q_rank=0)))
+    delta_net = DeltaNetConfig(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    for field, changes in {
+        r"mla.q_rank=0 \(queries without a latent\)": {"mla": replace(model.mla, q_rank=0)},
+        "experts.latent": {"experts": replace(model.experts, latent=1024)},
+        "delta_net": {"delta_net": delta_net, "attention_pattern": "DDDF"},
+        "output_gate": {"output_gate": True},
+    }.items():
+        with pytest.raises(ConfigError, match=f"the native engine has no {field}.*; predict it for another engine"):
+            check_heads(replace(model, **changes))

@@ -1,8 +1,9 @@
 """Plain data to dataclasses: unknown names list the valid ones, wrong types are reported with their path."""
 
 import json
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import pytest
@@ -236,3 +237,27 @@ def test_fifo_and_absurd_nesting_are_errors_of_the_file(tmp_path):
     path.write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="not valid JSON"):
         read_json(path)
+
+
+@dataclass(frozen=True)
+class _Nested:
+    pairs: tuple[tuple[str, float], ...] = (("a", 1.0), ("b", math.inf))
+    numbers: tuple[float, ...] = (0.1, 0.2)
+    items: list = field(default_factory=lambda: [1, None, Parallel(tp=2), {"x": [math.nan]}])
+    table: dict = field(default_factory=lambda: {1: Parallel(), "y": (1.0, math.nan)})
+
+
+def test_plain_data_is_that_of_asdict():
+    assert repr(to_plain(_Nested())) == repr(asdict(_Nested()))
+    assert to_plain([1, _Nested]) == [1, _Nested]
+    plain = to_plain(value := _Nested())
+    plain["items"].append(3)
+    assert len(value.items) == 4
+
+
+def test_json_has_null_where_a_number_is_not_finite():
+    data = json.loads(to_json(_Nested()))
+    assert data["pairs"] == [["a", 1.0], ["b", None]]
+    assert data["items"][2]["tp"] == 2
+    assert (data["items"][3], data["table"]["y"]) == ({"x": [None]}, [1.0, None])
+    assert to_json([1e308, 1e308]) == "[1e+308, 1e+308]"  # each is finite, their sum is not

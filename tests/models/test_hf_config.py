@@ -12,6 +12,7 @@ from small_models import nemotron_h_model
 from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, from_hf_config, load_hf_config, to_hf_config
 from llmb.config.model import Model, RopeConfig
 from llmb.errors import ConfigError
+from llmb.perfmodel.params import parameters
 
 # Fields and values as the publishers print them; those without influence on the network are left out.
 LLAMA_8B: dict[str, Any] = {
@@ -132,7 +133,7 @@ OTHERS = (
     "phimoe",
     "deepseek_v2",
     "qwen3_next",
-    "mistral3",
+    "ministral3",
 )
 UNSUPPORTED = [
     *((LLAMA_8B | {"model_type": name}, f"unknown model_type of config.json: '{name}'") for name in OTHERS),
@@ -165,6 +166,13 @@ UNSUPPORTED = [
     (
         LLAMA_8B | {"model_type": "gemma2", "layer_types": ["chunked_attention"] * 32},
         "chunked_attention is not",
+    ),
+    *(
+        (
+            LLAMA_8B | {"model_type": model_type, "sliding_window": None, "layer_types": ["sliding_attention"] * 32},
+            "field 'sliding_window' is missing",
+        )
+        for model_type in ("gemma2", "gemma3_text", "olmo3", "exaone4")
     ),
     (LLAMA_8B | {"hidden_act": "relu"}, "unknown hidden_act of config.json: 'relu'"),
     (LLAMA_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "unknown rope_type of config.json: 'dynamic'"),
@@ -199,6 +207,11 @@ UNSUPPORTED = [
         {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "gptq"}}},
         "quantization_config: 'gptq'",
     ),
+    (LLAMA_8B | {"model_type": "mistral3"}, "field 'text_config' is missing"),
+    ({"model_type": "mistral3", "text_config": "mistral"}, "config.json.text_config: expected a mapping"),
+    ({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "model_type=ministral3 is not supported"),
+    (LLAMA_8B | {"model_type": "olmo3", "rope_theta": 10_000.0}, "rope_theta=10000.0 is not supported"),
+    (LLAMA_8B | {"per_layer_config": {"1": {"intermediate_size": 64}}}, "per_layer_config={'1'"),
     (LLAMA_8B | {"compression_config": {"format": "float-quantized"}}, "compression_config={'format'"),
     (
         DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
@@ -211,7 +224,23 @@ UNSUPPORTED = [
         DEEPSEEK_V3 | {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.7}},
         "yarn with a factor on cosine and sine",
     ),
-    (to_hf_config(NEMOTRON) | {"hybrid_override_pattern": "MEME"}, "layers MEME are not supported"),
+    (
+        to_hf_config(NEMOTRON) | {"hybrid_override_pattern": "MEME"},
+        "hybrid_override_pattern with E is not supported; only M, *, - are",
+    ),
+    (
+        to_hf_config(NEMOTRON) | {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "moe"] * 2},
+        "layers_block_type with moe is not supported; only linear_attention, mamba, full_attention, attention, mlp are",
+    ),
+    # Of the same model_type: a classifier, an embedding model, the draft of EAGLE-3.
+    *(
+        (
+            LLAMA_8B | {"architectures": [name]},
+            f"architectures={name} is not supported; only LlamaForCausalLM is",
+        )
+        for name in ("LlamaForSequenceClassification", "LlamaModel", "LlamaForCausalLMEagle3")
+    ),
+    (LLAMA_8B | {"architectures": "LlamaForCausalLM"}, "config.json.architectures: expected a list"),
     (to_hf_config(NEMOTRON) | {"hybrid_override_pattern": 4}, "hybrid_override_pattern: expected text, got 4"),
 ]
 
@@ -221,6 +250,23 @@ def test_unsupported_configs_are_rejected(config: dict[str, Any], message: str) 
     with pytest.raises(ConfigError) as error:
         from_hf_config(config)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM"], ["LLaMAForCausalLM"]])
+def test_language_models_are_told_by_their_class(architectures: list[str] | None) -> None:
+    assert from_hf_config(LLAMA_8B | {"architectures": architectures}) == from_hf_config(LLAMA_8B)
+
+
+def test_kimi_k2_is_a_deepseek_of_another_model_type() -> None:
+    sizes = {
+        "vocab_size": 163_840, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827,
+        "rope_theta": 50_000.0, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    yarn = DEEPSEEK_V3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0}
+    kimi = from_hf_config(DEEPSEEK_V3 | sizes | {"model_type": "kimi_k2", "rope_scaling": yarn}, "kimi")
+    assert kimi == from_hf_config(DEEPSEEK_V3 | sizes | {"rope_scaling": yarn}, "kimi")
+    assert parameters(kimi) == 1_026_408_232_448
 
 
 LLAMA = from_hf_config(LLAMA_8B, "llama")
@@ -234,7 +280,7 @@ INEXPRESSIBLE = [
     (replace(NEMOTRON, layers=5), "cannot express layers=5"),
     (
         replace(LLAMA, architecture="grok1"),
-        "grok1 has no config.json; architectures with one: llama, qwen2, qwen3, mistral, smollm3, phi3, olmo2, gemma2",
+        "grok1 has no config.json; architectures with one: llama, qwen2, qwen3, mistral, smollm3, phi3, olmo2, olmo3",
     ),
 ]
 

@@ -111,6 +111,7 @@ INVALID: dict[str, set[str]] = {
     "qwen3": {"layer_types"},
     "smollm3": {"layer_types"},
     "phi3": {"rope_scaling", "long_factor", "short_factor"},
+    "olmo3": {"rope_scaling"},
     "gemma3_text": {"rope_scaling"},
     "deepseek_v3": {
         "num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_local_experts", "qk_rope_head_dim",

@@ -13,7 +13,7 @@ import torch
 from hf_parity import assert_near, hf_network
 from mixture_cases import MIXTURE_CASES
 from small_models import GROUPED_MOE, MLA, deepseek_model, llama_model, nemotron_h_model
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from llmb.config.huggingface.hf_config import load_hf_config
 from llmb.config.model import MambaConfig, Model, RopeConfig
@@ -53,6 +53,21 @@ DEEPSEEKS = [
         name="one-group-two-shared",
         layers=3,
         experts=replace(GROUPED_MOE, groups=1, top_groups=1, shared=2, renormalise=False, scale=1.0, dense_layers=2),
+        **MLA_SIZES,
+    ),
+    # Both bounds of YaRN are the same pair, as in Kimi K2.
+    deepseek_model(
+        name="kimi-k2",
+        rope=RopeConfig(
+            theta=100.0,
+            scaling="yarn",
+            factor=32.0,
+            original_tokens=64,
+            mscale_all_dim=1.0,
+            beta_fast=1.0,
+            beta_slow=1.0,
+        ),
+        experts=replace(GROUPED_MOE, groups=1, top_groups=1, scale=2.827),
         **MLA_SIZES,
     ),
     deepseek_model(
@@ -131,3 +146,20 @@ def test_logits_loss_and_gradients_match(model: Model, tmp_path: Path) -> None:
     gradients = dict(copy_of(expected, model, tmp_path / "gradients").named_parameters())
     for name, parameter in actual.named_parameters():
         assert_near(parameter.grad, gradients[name].detach(), name, tolerance)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_model_of_a_mistral_3_with_its_vision_tower(tied: bool, tmp_path: Path) -> None:
+    text = {"model_type": "mistral", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None,
+            "tie_word_embeddings": tied}  # fmt: skip
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "patch_size": 4, "image_size": 8, "head_dim": 8}  # fmt: skip
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    network = AutoModelForImageTextToText.from_config(config).eval()
+    network.save_pretrained(tmp_path / "weights")
+    copy = build_model(load_hf_config(tmp_path / "weights"))
+    load_weights(copy, tmp_path / "weights")
+    assert copy.model.tied_embeddings == tied
+    tokens = torch.arange(20)[None]
+    assert_near(copy(tokens), network(tokens, use_cache=False).logits, "logits", 1e-5)

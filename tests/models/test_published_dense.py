@@ -52,6 +52,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, str]] = {  # config.json, parame
         _config("olmo2", (100_352, 4096, 11_008, 32, 32, 32), rope_theta=500_000),
         7_298_617_344, "F",
     ),
+    "Olmo-3-7B": (
+        _config("olmo3", (100_278, 4096, 11_008, 32, 32, 32), rope_theta=500_000, sliding_window=4096,
+                layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8, max_position_embeddings=65_536,
+                rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+                              "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}),
+        7_298_011_136, "SSSF",
+    ),
+    "EXAONE-4.0-32B": (  # the pattern as text, beside the list that it stands for
+        _config("exaone4", (102_400, 5120, 27_392, 64, 40, 8), rms_norm_eps=1e-5, rope_theta=1e6, head_dim=128,
+                sliding_window=4096, sliding_window_pattern="LLLG",
+                layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 16,
+                rope_scaling={"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 8192}),
+        32_003_216_384, "SSSN",
+    ),
     "gemma-2-9b": (
         _config("gemma2", (256_000, 3584, 14_336, 42, 16, 8), query_pre_attn_scalar=256, sliding_window=4096,
                 attn_logit_softcapping=50.0, final_logit_softcapping=30.0, **GEMMA),
@@ -120,6 +135,9 @@ OTHER_SIZES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     ),
     "Phi-3-mini-4k": ("phi3", (32_064, 3072, 8192, 32, 32, 32), PHI | {"sliding_window": 2047}, 3_821_079_552),
     "Phi-4-mini": ("phi3", (200_064, 3072, 8192, 32, 24, 8), PHI | TIED, 3_836_021_760),
+    "EXAONE-4.0-1.2B": (
+        "exaone4", (102_400, 2048, 4096, 30, 32, 8), TIED | {"head_dim": 64, "sliding_window": None}, 1_279_391_488,
+    ),
     "OLMo-2-0425-1B": ("olmo2", (100_352, 2048, 8192, 16, 16, 16), {}, 1_484_916_736),
     "OLMo-2-1124-13B": ("olmo2", (100_352, 5120, 13_824, 40, 40, 40), {}, 13_716_198_400),
     "OLMo-2-0325-32B": ("olmo2", (100_352, 5120, 27_648, 64, 40, 8), {}, 32_234_279_936),

@@ -37,6 +37,15 @@ def test_every_layout_divides_model_sequence_batch_and_gpus(model):
         assert split.cp == 1 or base.seqlen // split.cp >= 1024
 
 
+def test_a_single_expert_is_on_every_rank():
+    base = run_of("grok1-314b", gpus=2)
+    model = base.shape.model
+    single = replace(model, experts=replace(model.experts, count=1, top_k=1))
+    layouts = {setup.parallel for setup in layout_space(replace(base, shape=replace(base.shape, model=single)), {})}
+    assert Parallel(dp=2) in layouts
+    assert Parallel(dp=2) not in {setup.parallel for setup in layout_space(base, {})}
+
+
 def test_the_published_layouts_are_in_the_space():
     for layout, model in (
         (Parallel(dp=2, tp=4, pp=8, vp=5), "llama3.1-70b"),

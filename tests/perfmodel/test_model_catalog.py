@@ -19,6 +19,9 @@ SIZES = {
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
     "glm-4.5-air": 106.9, "kimi-k2-1t": 1026, "deepseek-v3-671b": 671, "grok1-314b": 315.7,
     "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-12b": 11.77, "gemma-3-27b": 27.0, "phi-4": 14.66,
+    "qwen3-next-80b-a3b": 79.7, "qwen3.5-9b": 8.95, "qwen3.5-27b": 26.9, "qwen3.5-35b-a3b": 34.7,
+    "qwen3.5-122b-a10b": 122.1, "qwen3.5-397b-a17b": 396.3, "kimi-linear-48b-a3b": 49.1,
+    "deepseek-v3.2-685b": 671.9, "glm-5-744b": 743.9,
 }  # fmt: skip
 
 
@@ -59,5 +62,5 @@ def test_names_are_found_by_family_and_size_in_any_spelling():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(UnknownName, match="did you mean qwen3-8b"):
-        find_model("qwen3-9b")
+    with pytest.raises(UnknownName, match="did you mean mixtral-8x7b"):
+        find_model("mixtral-8x6b")

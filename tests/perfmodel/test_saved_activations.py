@@ -10,7 +10,7 @@ from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.step_time.predictor import predict, step_memory
 from llmb.perfmodel.step_time.run_description import run_config
-from llmb.perfmodel.step_time.saved_activations import saved_fraction, whole_logits
+from llmb.perfmodel.step_time.saved_activations import offloaded_bytes, saved_fraction, whole_logits
 
 LLAMA = step_setup(
     "llama3.1-70b", "h100", 8, "bf16", seqlen=4096, gbs=32, tp=2, pp=4, vp=20, engine="megatron-2024"
@@ -86,3 +86,21 @@ def test_a_fuller_rank_saves_more_routed_tokens_only():
 def test_groups_of_sharded_weights_may_be_smaller_than_those_of_experts():
     setup = step_setup("qwen3-30b-a3b", "b200", 256, "bf16", gbs=256, ep=64, fsdp=True, fsdp_ranks=8)
     assert 0 < step_memory(setup).total < step_memory(replace(setup, fsdp_ranks=4)).total * 1.01
+
+
+def test_full_recompute_repeats_layers_of_multi_token_prediction_too():
+    """60 layers and one of MTP: 16 on the fullest of four ranks, as with 61."""
+    full = replace(DEEPSEEK, parallel=replace(DEEPSEEK.parallel, vp=None), recompute="full")
+    fewer, more = (step_memory(replace(full, layers=layers)) for layers in (60, 61))
+    assert fewer.activations == pytest.approx(more.activations, rel=0.03)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "native"])
+def test_recomputed_layers_are_not_offloaded(engine):
+    setup = step_setup(
+        "llama2-7b", "gb300", 8, "bf16", seqlen=32768, gbs=8, pp=8, recompute="full", offload_layers=4, engine=engine
+    )  # fmt: skip
+    assert predict(setup).terms["offload"] == 0
+    assert predict(replace(setup, recompute_layers=2, offload_layers=1)).terms["offload"] >= 0
+    first, second = (offloaded_bytes(replace(setup, recompute_layers=n)) for n in (2, 3))
+    assert first == pytest.approx(2 * second)

@@ -3,17 +3,20 @@
 import argparse
 import sys
 import time
+from io import TextIOWrapper
 from pathlib import Path
 
 from llmb.cli.jobs.jobs import open_store, stored_job
 from llmb.cli.jobs.polling import Poller
 from llmb.errors import ConfigError
+from llmb.formats.dense_reader import BLOCK_BYTES, open_dense, start_of_stored
 from llmb.launch.run_files.pid_file import is_alive
 from llmb.launch.run_folder import RunFolder
 from llmb.results.job_store import Job, Store
 
 POLL_LOG_S = 0.2
 POLL_SLURM_S = 5.0
+MOST_TAIL_BYTES = 2**26  # of which lines are printed
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         elif options.follow:
             _follow(_FollowedRun(store, job), options.tail)
         else:
-            _print_tail(log_path(folder, job), options.tail)
+            _PrintedLog(log_path(folder, job)).print_tail(options.tail)
     return 0
 
 
@@ -38,30 +41,44 @@ def log_path(folder: RunFolder, job: Job) -> Path:
     return output if output is not None and output.exists() and not folder.log.exists() else folder.log
 
 
-def _print_tail(path: Path, tail: int) -> int:
-    """Print the last lines; return the offset of their end."""
-    try:
-        with path.open(errors="replace") as log:
-            print("".join(log.readlines()[-tail:] if tail > 0 else []), end="", flush=True)
-            return log.tell()
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist; the run ended before it wrote a log, or has not started") from error
+class _PrintedLog:
+    """A log of any size, printed from some place on, without its holes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._offset = 0
+
+    def print_tail(self, tail: int) -> None:
+        """Print the last lines."""
+        try:
+            with TextIOWrapper(open_dense(self.path), errors="replace") as log:
+                log.buffer.seek(start_of_stored(log.fileno(), MOST_TAIL_BYTES))
+                print("".join(log.readlines()[-tail:] if tail > 0 else []), end="", flush=True)
+                self._offset = log.buffer.tell()
+        except FileNotFoundError as error:
+            reason = "the run ended before it wrote a log, or has not started"
+            raise ConfigError(f"{self.path} does not exist; {reason}") from error
+
+    def print_new(self) -> None:
+        """Print what was written since."""
+        with TextIOWrapper(open_dense(self.path), errors="replace") as log:
+            log.buffer.seek(self._offset)
+            while text := log.read(BLOCK_BYTES):
+                print(text, end="", flush=True)
+            self._offset = log.buffer.tell()
 
 
 def _follow(run: "_FollowedRun", tail: int) -> None:
     """Print until the run ends. A job gets its own log some time after it starts, and another one when requeued."""
     while not run.log.exists() and run.is_active():
         time.sleep(POLL_LOG_S)
-    path = run.log
-    offset = _print_tail(path, tail)
+    log = _PrintedLog(run.log)
+    log.print_tail(tail)
     while True:
         active = run.is_active()  # before reading: whatever is written until then gets printed
-        with path.open(errors="replace") as log:
-            log.seek(offset)
-            print(log.read(), end="", flush=True)
-            offset = log.tell()
-        if run.log != path:
-            path, offset = run.log, 0
+        log.print_new()
+        if run.log != log.path:
+            log = _PrintedLog(run.log)
         elif not active:
             return
         time.sleep(POLL_LOG_S)

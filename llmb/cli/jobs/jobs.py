@@ -51,7 +51,7 @@ def add_commands(commands: Any) -> None:
 def _add_log(verbs: Any) -> None:
     log = command(verbs, "log", run_log, "the log of a run")
     log.add_argument("job_id", help=JOB_HELP)
-    log.add_argument("--tail", type=int, default=200, metavar="N", help="last N lines (200)")
+    log.add_argument("--tail", type=int, default=200, metavar="N", help="last N lines (200), at most 64 MiB")
     log.add_argument("-f", "--follow", action="store_true", help="follow the log until the run ends")
     where = log.add_mutually_exclusive_group()
     where.add_argument("--path", action="store_true", help="print the log's path instead")

@@ -15,12 +15,13 @@ DEVICE_FRACTION = 0.9  # of the GPU's memory
 OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.pth", "*.pt", "*.gguf")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add --model and --task."""
+def add_model_options(parser: argparse.ArgumentParser, default: str = "train") -> None:
+    """Add --model and --task; `default`: of the task."""
     add = parser.add_argument
     model_help = "instead of -w: a Hugging Face folder, or its config.json alone (random weights)"
     add("--model", metavar="PATH", help=model_help)
-    add("--task", choices=TASKS, help="with --model: train (default), serve, or offload (out-of-core training)")
+    task_help = f"with --model: train, serve, or offload (out-of-core training); default: {default}"
+    add("--task", choices=TASKS, help=task_help)
 
 
 def recipes_for(options: argparse.Namespace) -> dict[str, Any]:
@@ -49,8 +50,14 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     from llmb.config.huggingface.model_recipe import model_recipe, published_dtype
     from llmb.config.run_list import tasks_for
     from llmb.errors import ConfigError
+    from llmb.perfmodel.model_catalog import is_catalog_name
 
     path, task = Path(options.model), options.task or "train"
+    if not path.exists() and is_catalog_name(options.model):
+        raise ConfigError(
+            f"--model {options.model}: predict and tune know this name; a run needs a Hugging Face folder or its "
+            "config.json (random weights)"
+        )
     config = read_hf_config(path)
     model, stored = from_hf_config(config, model_name(path)), stored_dtype(config)
     gpu = selected_gpu(options) or "cpu"

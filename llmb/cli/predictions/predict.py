@@ -25,7 +25,12 @@ EXAMPLES = (
     "llmb-run predict --rows runs.csv --json    # columns: model size gpu dtype gpus seqlen gbs mbs tp pp cp vp ep ...",
 )
 TASKS = ("train", "serve")
-SERVING = ("engine", "isl", "osl", "concurrency")  # options of --task serve
+SERVING = ("isl", "osl", "concurrency")  # options of --task serve
+# Options that describe a run, as the columns of a file do, and those of energy and cost, which its rows do not have.
+OF_ONE_RUN = (
+    "size", "dtype", "scale", "gpu_type", "set", "engine", *SERVING, "watts", "gpu_cost_per_hour", "cost_per_kwh",
+    "tokens",
+)  # fmt: skip
 
 
 def add_commands(commands: Any) -> None:
@@ -51,7 +56,11 @@ def add_commands(commands: Any) -> None:
     )
     add("--what-if", metavar="CHANGES", help="changed hardware: gpu.hbm_bw=2x,gpu.flops=2x,gpu.nvlink=2x,network=0.5x")
     add("--json", action="store_true", help="as JSON: step_time_s or ttft_ms and tpot_ms, interval_80, terms, ...")
-    add("--engine", help="serve: vllm (default), sglang, trtllm or native (default of -w)")
+    add(
+        "--engine",
+        help="--model: megatron-bridge (default), native, torchtitan, ...; to serve vllm (default), sglang, trtllm, "
+        "native. -w: the engine that published the row; to serve native",
+    )
     add("--isl", type=int, metavar="N", help="serve: input tokens of a request")
     add("--osl", type=int, metavar="N", help="serve: output tokens of a request")
     add("--concurrency", metavar="N", help="serve: clients, each with one request at a time: 64, 1,4,16 or 1..1024")
@@ -73,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
     if sum(source is not None for source in (options.workload, options.model, options.rows)) != 1:
         raise ConfigError("predict: name the run with one of -w WORKLOAD, --model NAME|config.json or --rows FILE.csv")
     check_prices(options)
+    if options.rows and (unused := [name for name in OF_ONE_RUN if getattr(options, name) not in (None, [])]):
+        raise ConfigError(f"--{unused[0].replace('_', '-')} has no effect with --rows, whose columns describe each run")
     if options.task == "serve":
         from llmb.cli.predictions.predict_serving import run_serving
 
@@ -85,9 +96,11 @@ def run(options: argparse.Namespace) -> int:
 def _predict_setups(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
+    from llmb.cli.predictions.engine_option import other_engine_note, print_note
     from llmb.cli.predictions.stored_rates import stored_rates
     from llmb.perfmodel.step_time.measured_device import device_of
     from llmb.perfmodel.step_time.predictor import predict
+    from llmb.perfmodel.step_time.run_description import NATIVE
     from llmb.perfmodel.step_time.setup_fields import changed_device
     from llmb.report.predictions.prediction_text import describe_curve, describe_prediction
     from llmb.report.terminal.colour import print_report
@@ -103,11 +116,18 @@ def _predict_setups(options: argparse.Namespace) -> int:
             for setup, prediction in points
         ]
         print(json.dumps(data[0] if len(data) == 1 else data))
-    elif len(points) > 1:
+        return 0
+    if len(points) > 1:
         print_report(describe_curve(points))
     else:
         print_report(describe_prediction(*points[0], predict(setups[0]) if on else None))
         _print_energy(options, *points[0])
+    first = setups[0]
+
+    def native_time() -> str:
+        return f"{predict(replace(first, engine=NATIVE), on).step_time_s:.3f} s on {first.gpus} GPUs"
+
+    print_note(other_engine_note(options, first.engine, native_time))
     return 0
 
 
@@ -136,6 +156,7 @@ def _print_energy(options: argparse.Namespace, setup: Any, prediction: Any) -> N
 
 def _model_setups(options: argparse.Namespace) -> list[Any]:
     """Return the descriptions of any model at each scale; the batch grows with the number of GPUs."""
+    from llmb.cli.predictions.engine_option import settings_with_engine
     from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
     from llmb.errors import ConfigError
     from llmb.perfmodel.step_time.cluster_fabric import FABRICS
@@ -147,7 +168,7 @@ def _model_setups(options: argparse.Namespace) -> list[Any]:
     if options.gpu_type is None or options.scale is None:
         raise ConfigError(f"--model needs --gpu-type ({', '.join(FABRICS)}) and --scale, a number of GPUs")
     shape = find_or_read_shape(options.model)
-    gpu, values = gpu_name(options.gpu_type), parse_settings(options.set)
+    gpu, values = gpu_name(options.gpu_type), parse_settings(settings_with_engine(options))
     stored_rates(gpu, native=False)
     scales, dtype = parse_scales(options.scale), (options.dtype or "bf16").lower()
     if len(scales) == 1:
@@ -169,12 +190,13 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     """Return the descriptions of a recipe row, at its own scale or with its layout at others (weak scaling)."""
     from dataclasses import replace
 
+    from llmb.cli.predictions.engine_option import settings_with_engine
     from llmb.cli.recipe_row import native_row, published_row, split_engine
     from llmb.errors import ConfigError
     from llmb.perfmodel.step_time.setup_fields import layout_gpus
     from llmb.perfmodel.step_time.step_setup import setup_of
 
-    engine, settings = split_engine(options.set)
+    engine, settings = split_engine(settings_with_engine(options))
     config, scales = (native_row if engine == "native" else published_row)(options, settings)
     setup = setup_of(config)
     setup = replace(setup, engine=engine or setup.engine)

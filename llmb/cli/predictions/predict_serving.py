@@ -6,7 +6,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from llmb.cli.explain.cost_options import energy_of
+from llmb.cli.predictions.engine_option import other_engine_note, print_note
 from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
+from llmb.config.spec import Inference
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.energy_cost import EnergyCost
 from llmb.perfmodel.serving_time.serving_constants import parse_engine
@@ -20,6 +22,7 @@ from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.measured_device import ceilings_source
+from llmb.perfmodel.step_time.run_description import NATIVE
 from llmb.perfmodel.step_time.setup_fields import changed_device
 
 
@@ -37,12 +40,20 @@ def run_serving(options: argparse.Namespace) -> int:
     if options.json:
         data = [serving_data(setup, p) | {"energy": _energy_data(options, setup, p)} for setup, p in points]
         print(json.dumps(data[0] if len(data) == 1 else data))
-    elif len(points) > 1:
+        return 0
+    if len(points) > 1:
         print_report(describe_serving_curve(points))
     else:
         print_report(describe_serving(*points[0], predict_serving(setups[0]) if on else None))
         if (energy := _energy(options, *points[0])) is not None:
             print_report("\n".join(energy_lines(energy, unit="output tokens")))
+    first = setups[0]
+
+    def native_time() -> str:
+        e2e_ms = predict_serving(replace(first, engine=NATIVE), on).e2e_ms
+        return f"E2E {e2e_ms:,.1f} ms at concurrency {first.concurrency}"
+
+    print_note(other_engine_note(options, first.engine, native_time))
     return 0
 
 
@@ -89,10 +100,11 @@ def _recipe_setups(options: argparse.Namespace) -> list[ServingSetup]:
     from llmb.perfmodel.serving_time.serving_fields import parse_concurrencies, serving_setup_of
 
     config, engine = resolve_row(options)[0], parse_engine(options.engine or "native")
+    lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
+    if lengths and isinstance(config.workload, Inference):
+        config = replace(config, workload=replace(config.workload, **lengths))
     rates = stored_rates(config.machine.gpu, engine == "native", config.precision.dtype)
     setup = serving_setup_of(config, engine, rates)
-    lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
-    setup = replace(setup, **lengths)
     if not options.concurrency:
         return [setup]
     requests = setup.concurrency * setup.waves  # of the row, which other numbers of clients send too

@@ -12,6 +12,7 @@ from llmb.config.load_settings import LoadConfig
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import LlmbError
 from llmb.events import Event, RequestDone
+from llmb.formats.dense_reader import open_dense
 from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.secrets import scrub_thoroughly
@@ -21,7 +22,10 @@ from llmb.perfmodel.probe.node_collectives import NodeCollectives, stored_node_c
 from llmb.perfmodel.probe.probe_record import ProbeRecord, stored_probe
 from llmb.report.page.run_record import RunRecord
 from llmb.report.timeline.profile_page import timeline_sections
+from llmb.results.recorded_events import RecordedEvents
 from llmb.results.result import Result
+
+MOST_COMMAND_BYTES = 2**20
 
 
 def run_record(run: RunFolder, page: Path) -> RunRecord:
@@ -31,14 +35,23 @@ def run_record(run: RunFolder, page: Path) -> RunRecord:
         label=run.job_id or run.name,
         config=config,
         result=replace(result, **_without_secrets(result)),
-        events=[_scrubbed(event) for event in load_events(run, config)],
+        events=RecordedEvents(map(_scrubbed, load_events(run, config))),
         explanation=_explanation(config, result),
-        command=run.command_line.read_text().strip() if run.command_line.exists() else None,
+        command=_command(run),
         files=_files(run, page),
         probe=_probe(config, result),
         node_collectives=_node_collectives(config, result),
         timelines=_timelines(run, config),
     )
+
+
+def _command(run: RunFolder) -> str | None:
+    """Return the command line of a run as it was typed; None: not recorded, or it cannot be read."""
+    try:
+        with open_dense(run.command_line) as file:
+            return file.read(MOST_COMMAND_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return None
 
 
 def _without_secrets(result: Result) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Nothing is dropped silently: a config.json with settings that no network here im
 model.Model that config.json cannot express. Grok-1 has no class in `transformers` and therefore no config.json.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,17 @@ SUPPORTED_VALUES: HfConfig = {
     "sliding_window": None,
     "dual_chunk_attention_config": None,
     "compression_config": None,  # older name of quantization_config
+    "per_layer_config": None,  # settings of single layers
     "partial_rotary_factor": 1.0,
     # Only training has them.
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), 0.0),
     "mamba_hidden_act": "silu",
     "time_step_min": 0.001,
 }
+# Other model types of the same network, published with code of their own.
+OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
+# Of a model with a vision tower the text model is read: its model_type by that of the whole.
+TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Other names that `transformers` reads -> field of config.json.
 ALIASES: dict[str, dict[str, str]] = {
     **{model_type: dict(mixture.aliases) for model_type, mixture in MIXTURES.items()},
@@ -109,12 +114,16 @@ def to_hf_config(model: Model) -> HfConfig:
 def from_hf_config(config: HfConfig, name: str = "") -> Model:
     """Return the model of a config.json, or raise a ConfigError that names what is not supported."""
     model_type = convert(dict[str, Any], config, "config.json").get("model_type")
-    if not isinstance(model_type, str) or model_type not in _READERS:
-        raise UnknownName("model_type of config.json:", model_type, _READERS)
+    if not isinstance(model_type, str) or model_type not in _CLASS_NAMES:
+        raise UnknownName("model_type of config.json:", model_type, _CLASS_NAMES)
     formats = ("mxfp4",) if model_type == "gpt_oss" else ("fp8",)
     check_quantization(config, formats)
-    if model_type == "gemma3" and isinstance(config.get("text_config"), dict):  # with a vision tower: the text model
-        model_type, config = "gemma3_text", config["text_config"]
+    _check_class(config, model_type)
+    model_type = OTHER_TYPES.get(model_type, model_type)
+    if model_type in TEXT_TYPES:
+        config = convert(HfConfig, required(config, "text_config"), "config.json.text_config")
+        model_type = TEXT_TYPES[model_type]
+        check_supported(config, {"model_type": model_type})
         check_quantization(config, formats)
     config = _without_aliases(config, ALIASES.get(model_type, {}))
     read_fields = next((dense.read_fields for dense in DENSE_MODELS.values() if dense.hf_type == model_type), set())
@@ -151,6 +160,14 @@ def stored_dtype(config: HfConfig) -> str | None:
     return (config.get("quantization_config") or {}).get("quant_method")
 
 
+def _check_class(config: HfConfig, model_type: str) -> None:
+    """Reject other networks of a model type: a classifier, a reward model, the draft of speculative decoding."""
+    names = convert(tuple[str, ...] | None, config.get("architectures"), "config.json.architectures") or ()
+    supported = _CLASS_NAMES[model_type]
+    if names and supported.casefold() not in (name.casefold() for name in names):  # LLaMAForCausalLM, in oldest files
+        raise ConfigError(f"config.json: architectures={', '.join(names)} is not supported; only {supported} is")
+
+
 def _config_file(path: Path) -> Path:
     path = path.resolve()
     return path / "config.json" if path.is_dir() else path
@@ -183,7 +200,7 @@ def _without_aliases(config: HfConfig, aliases: dict[str, str]) -> HfConfig:
 
 def _to_deepseek(model: Model) -> HfConfig:
     return {
-        "architectures": ["DeepseekV3ForCausalLM"],
+        "architectures": [_CLASS_NAMES["deepseek_v3"]],
         "model_type": "deepseek_v3",
         "hidden_act": ACTIVATIONS[model.activation],
         "rms_norm_eps": model.norm_eps,
@@ -234,7 +251,7 @@ def _check_routing(config: HfConfig) -> None:
 
 def _to_nemotron_h(model: Model) -> HfConfig:
     return {
-        "architectures": ["NemotronHForCausalLM"],
+        "architectures": [_CLASS_NAMES["nemotron_h"]],
         "model_type": "nemotron_h",
         "head_dim": model.head_dim,
         "mlp_hidden_act": ACTIVATIONS[model.activation],
@@ -271,25 +288,41 @@ _WRITERS: dict[str, Callable[[Model], HfConfig]] = {
 HF_ARCHITECTURES = tuple(_WRITERS)  # architectures that `transformers` has
 _READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     **{dense.hf_type: dense.read for dense in DENSE_MODELS.values()},
-    "gemma3": DENSE_MODELS["gemma3"].read,
     **{architecture: mixture.read for architecture, mixture in MIXTURES.items()},
     "deepseek_v3": _from_deepseek,
     "nemotron_h": _from_nemotron_h,
+}
+# Network of `transformers` by model_type; the only one that is computed here.
+_CLASS_NAMES = {
+    **{dense.hf_type: dense.class_name for dense in DENSE_MODELS.values()},
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    **{model_type: mixture.class_name for model_type, mixture in MIXTURES.items()},
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), "DeepseekV3ForCausalLM"),
+    "nemotron_h": "NemotronHForCausalLM",
 }
 
 
 def _pattern(config: HfConfig) -> str:
     """Return one letter per layer, from hybrid_override_pattern or, in newer files, layers_block_type."""
-    letters = convert(str | None, config.get("hybrid_override_pattern"), "config.json.hybrid_override_pattern")
-    if letters is None or config.get("layers_block_type") is not None:
-        block_types = convert(tuple[str, ...], required(config, "layers_block_type"), "config.json.layers_block_type")
-        listed = "".join(LAYER_LETTERS.get(block_type, block_type) for block_type in block_types)
+    older, newer = "hybrid_override_pattern", "layers_block_type"
+    letters = convert(str | None, config.get(older), f"config.json.{older}")
+    if letters is not None:
+        _check_layers(older, letters, LAYER_LETTERS.values())
+    if letters is None or config.get(newer) is not None:
+        block_types = convert(tuple[str, ...], required(config, newer), f"config.json.{newer}")
+        _check_layers(newer, block_types, LAYER_LETTERS)
+        listed = "".join(LAYER_LETTERS[block_type] for block_type in block_types)
         if letters not in (None, listed):
-            raise ConfigError(f"config.json: hybrid_override_pattern={letters} and layers_block_type={listed} disagree")
+            raise ConfigError(f"config.json: {older}={letters} and {newer}={listed} disagree")
         letters = listed
-    if set(letters) - set(LAYER_LETTERS.values()):
-        raise ConfigError(f"config.json: layers {letters} are not supported; choices are: {' '.join(LAYER_LETTERS)}")
     return letters
+
+
+def _check_layers(field: str, layers: Iterable[str], supported: Collection[str]) -> None:
+    if unknown := sorted(set(layers) - set(supported)):
+        choices = ", ".join(dict.fromkeys(supported))
+        raise ConfigError(f"config.json: {field} with {', '.join(unknown)} is not supported; only {choices} are")
 
 
 def _check_lossless(model: Model, restored: Model) -> None:

@@ -59,6 +59,7 @@ class LlamaLike:
     rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)  # of scaling
     has_partial_rotary: bool = False  # partial_rotary_factor: only the first channels of a head have RoPE
     has_local_rope: bool = False  # another RoPE in layers with a sliding window
+    has_rope_in_windows_only: bool = False  # layers without a window have no RoPE, in models with one
     refused: HfConfig = field(default_factory=dict)  # of config.json: field -> the only supported value
     names: dict[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     norm_offset: float = 0.0  # what is added to the weights of norms in files
@@ -157,11 +158,16 @@ class LlamaLike:
         is_used = window is not None and (
             self.layers_by != "flagged_layer_types" or bool(config.get("use_sliding_window"))
         )
+        is_listed = self.layers_by == "layer_types" and (config.get("layer_types") or self.has_local_rope)
+        if is_listed and "S" in read_layer_types(config, layers):
+            required(config, "sliding_window")
         if self.layers_by == "none" or not is_used:
             return "F", None
         letters = "S" * layers
         if self.layers_by != "sliding_window":
             letters = read_layer_types(config, layers)
+        if self.has_rope_in_windows_only:
+            letters = letters.replace("F", "N")
         pattern = shortest_period(letters)
         return pattern, positive_int(config, "sliding_window") if "S" in pattern else None
 
@@ -174,6 +180,8 @@ class LlamaLike:
         config: HfConfig = {"sliding_window": model.window}
         if self.layers_by != "sliding_window":
             by_letter = {letter: name for name, letter in LAYER_TYPES.items()}
+            if self.has_rope_in_windows_only and model.window is not None:
+                by_letter = {"S": by_letter["S"], "N": by_letter["F"]}
             config["layer_types"] = [by_letter.get(kind, kind) for kind in kinds]
         if self.layers_by == "flagged_layer_types":
             config["use_sliding_window"] = model.window is not None

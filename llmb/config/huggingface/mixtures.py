@@ -86,7 +86,7 @@ def to_gpt_oss(model: Model) -> HfConfig:
     by_letter = {letter: name for name, letter in LAYER_TYPES.items()}
     scaling = {"rope_type": "yarn", "truncate": rope.truncate, **to_hf(rope, YARN_FIELDS)}
     return {
-        "architectures": ["GptOssForCausalLM"],
+        "architectures": [MIXTURES["gpt_oss"].class_name],
         "model_type": "gpt_oss",
         "head_dim": model.head_dim,
         "intermediate_size": experts.ffn,
@@ -156,6 +156,7 @@ def _experts_of(model: Model) -> MoEConfig:
 class Mixture:
     """Reads and writes the config.json of one architecture, whose name is its model_type."""
 
+    class_name: str  # of `transformers`
     read: Callable[[HfConfig], dict[str, Any]]
     write: Callable[[Model], HfConfig]
     read_fields: frozenset[str] = frozenset()  # fields that other architectures support with one value only
@@ -164,10 +165,17 @@ class Mixture:
 
 MIXTURES = {
     "mixtral": Mixture(
-        from_mixtral, to_mixtral, frozenset({"sliding_window"}), (("num_experts", "num_local_experts"),)
+        MIXTRAL.class_name,
+        from_mixtral,
+        to_mixtral,
+        frozenset({"sliding_window"}),
+        (("num_experts", "num_local_experts"),),
     ),
-    "qwen3_moe": Mixture(from_qwen3_moe, to_qwen3_moe, aliases=(("num_local_experts", "num_experts"),)),
+    "qwen3_moe": Mixture(
+        QWEN3_MOE.class_name, from_qwen3_moe, to_qwen3_moe, aliases=(("num_local_experts", "num_experts"),)
+    ),
     "gpt_oss": Mixture(
+        "GptOssForCausalLM",
         from_gpt_oss,
         to_gpt_oss,
         frozenset({"attention_bias", "sliding_window"}),

@@ -3,11 +3,13 @@
 import re
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 
 from llmb.config.recipe import load_yaml
-from llmb.config.serialization import build, open_regular_file, read_json, to_json, write_atomic
+from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.errors import ConfigError
-from llmb.events import RunStarted, read
+from llmb.events import MAX_LINE_BYTES, RunStarted, read
+from llmb.formats.dense_reader import open_dense
 from llmb.launch.run_folder import RunFolder
 
 UNKNOWN_CLUSTER = "elsewhere"
@@ -38,8 +40,11 @@ def run_identity(run: RunFolder) -> str:
     origin = read_origin(run)
     if origin is not None:
         return origin.identity
-    first_line = _first_line(run)
-    return sha256(run.name.encode() + b"\n" + (first_line or run.config.read_bytes())).hexdigest()
+    first_line = _first_line(replace(run, restart=0).events(0))
+    if not first_line:
+        with open_dense(run.config) as config:
+            first_line = config.read(MAX_LINE_BYTES)
+    return sha256(run.name.encode() + b"\n" + first_line).hexdigest()
 
 
 def run_cluster(run: RunFolder) -> str | None:
@@ -56,14 +61,14 @@ def sanitize_cluster_name(cluster: str) -> str | None:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", cluster).strip("-.")[:60] or None
 
 
-def _first_line(run: RunFolder) -> bytes:
+def _first_line(path: Path) -> bytes:
     try:
-        with open_regular_file(replace(run, restart=0).events(0)) as events:
-            return events.readline()
+        with open_dense(path) as events:
+            return events.readline(MAX_LINE_BYTES)
     except FileNotFoundError:
         return b""
     except OSError as error:
-        raise ConfigError(f"cannot read {run.events(0)}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _first_host(run: RunFolder) -> str | None:

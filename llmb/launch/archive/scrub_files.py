@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmb.errors import LaunchError
+from llmb.events import MAX_LINE_BYTES
 from llmb.launch.archive.unpack import ByteProgress
 from llmb.launch.run_folder import printable_path
 from llmb.launch.secrets import MASK, is_named_secret, longest_first, scrub_thoroughly, secret_values, values_named_in
@@ -94,9 +96,24 @@ def _is_json(text: str) -> bool:
 
 
 def is_text(path: Path) -> bool:
-    """Return whether a file is text, so that it can be scrubbed: it has no zero byte near its beginning."""
+    """Return whether a file is text, so that it can be scrubbed: no zero byte near its beginning, no endless line."""
     with _open(path) as file:
-        return b"\0" not in file.read(TEXT_PROBE_BYTES)
+        return b"\0" not in file.read(TEXT_PROBE_BYTES) and _has_short_lines(file)
+
+
+def _has_short_lines(file: BinaryIO) -> bool:
+    """Return whether the lines of a file can be held in memory; of a large file only the ends of lines are read."""
+    start, size = 0, file.seek(0, os.SEEK_END)
+    while size - start > MAX_LINE_BYTES:
+        for place in range(start + MAX_LINE_BYTES, start, -TEXT_PROBE_BYTES):
+            file.seek(place - TEXT_PROBE_BYTES)
+            end = file.read(TEXT_PROBE_BYTES).rfind(b"\n") + 1
+            if end and place - TEXT_PROBE_BYTES + end > start:
+                start = place - TEXT_PROBE_BYTES + end
+                break
+        else:
+            return False
+    return True
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
+from llmb.launch.engine_log import read_log_tail
 from llmb.launch.engines.launch_spec import LaunchSpec
 from llmb.launch.local import Launcher
 from llmb.launch.slurm.nodelist import node_names
@@ -43,10 +44,7 @@ def srun_launcher(output: Path, host: str) -> Launcher:
 def _signal_verdict(number: int, output: Path) -> Verdict:
     if number == TIME_LIMIT_SIGNAL:
         return Verdict("timeout", "stopped shortly before Slurm's time limit")
-    try:
-        causes = _CANCELLED.findall(output.read_text(errors="replace"))
-    except OSError:
-        causes = []
+    causes = _CANCELLED.findall(read_log_tail(output))
     cause = (causes[-1].strip().lower() or "cancelled") if causes else "cancelled, preempted, or a node was lost"
     return Verdict("timeout" if cause == "time limit" else "incomplete", f"ended by Slurm with SIGTERM: {cause}")
 

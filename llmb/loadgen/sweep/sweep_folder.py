@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from llmb.config.serialization import to_json, write_atomic
+from llmb.config.serialization import MAX_JSON_BYTES, to_json, write_atomic
 from llmb.errors import ConfigError, LaunchError
 
 PLAN_FILE = "sweep.json"
@@ -122,13 +122,15 @@ class SweepFolder:
         """Return the finished points; a last line that a kill cut short is cut off, as it never finished."""
         if not self.points.exists():
             return []
+        if (size := self.points.stat().st_size) > MAX_JSON_BYTES:
+            raise ConfigError(f"cannot read {self.points}: {size:,} bytes are more than the {MAX_JSON_BYTES:,} allowed")
         data = self.points.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             os.truncate(self.points, len(whole))
         try:
             return [json.loads(line) for line in whole.splitlines() if line.strip()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{self.points}: a line is no JSON ({error}); remove it to measure its point again"
             ) from error

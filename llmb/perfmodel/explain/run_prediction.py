@@ -91,6 +91,8 @@ def _serving(config: RunConfig, memory_gib: float, install: Path | None) -> Pred
         note = "the engine behind the server is not known"
     elif work.rate is not None:
         note = "a request rate is not predicted, only a fixed concurrency"
+    elif work.dataset is not None:
+        note = "requests of a dataset are not predicted, as they have lengths of their own"
     elif work.speculative_tokens and work.draft_acceptance is None:
         note = "how many drafts are accepted is not predicted; state it with draft_acceptance=FILE"
     speedup = None

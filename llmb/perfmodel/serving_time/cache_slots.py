@@ -17,7 +17,7 @@ def request_bytes(setup: ServingSetup, work: ServingWork) -> float:
         return request_bytes(setup.without_drafts, work) + request_bytes(draft, serving_work(draft))
     grown = 0.5 if setup.engine in ON_DEMAND else 1.0
     tokens = (setup.isl + grown * setup.osl) * setup.length_ratio
-    windowed = min(tokens, work.window) * work.window_kv_bytes
+    windowed = min(tokens, work.held_window) * work.window_kv_bytes
     return (tokens * work.kv_bytes + windowed + work.state_bytes / 2) / setup.pp
 
 

@@ -4,15 +4,20 @@
 
 `concurrency` clients send a request each, and the next one when it is finished, `waves` each. A step computes a token
 of every decode and, within the token budget, prompts: whole ones that fit, or the first chunk of one that is longer
-than what decodes leave. Requests whose first tokens come out of one step form a cohort and end together, so that time
-advances from one cohort, arrival or prefill to the next. The ramp-up and the drain of a finite run are part of it.
+than what decodes leave. Requests of one length whose first tokens come out of one step form a cohort and end together,
+so that time advances from one cohort, arrival or prefill to the next. The ramp-up and the drain of a finite run are
+part of it. Where lengths vary, every request has its own, in the order in which they are sent.
 """
 
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import cycle, groupby, islice
+from statistics import fmean
 from typing import NamedTuple
 
+from llmb.config.native.request_lengths import Lengths
 from llmb.perfmodel.serving_time.closed_loop import LoopTimes
 from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
@@ -24,20 +29,23 @@ MOST_QUEUED = 6  # the same per slot, where clients wait for one
 Lines = dict[tuple[float, ...], tuple[float, float]]  # work of a step -> its seconds after a prompt, per token more
 
 
-@dataclass(frozen=True)
-class _Cohort:
-    requests: int
-    first_step: int
+class _Cohort(NamedTuple):
     last_step: int
+    first_step: int
+    requests: int
+    isl: int
+    osl: int
     first_token_s: float
 
 
 class _Requests(NamedTuple):
-    """Requests sent together, which arrive one after another."""
+    """Requests of one length sent together, which arrive one after another."""
 
     number: int
     sent_s: float
-    arrival_s: float = 0.0  # of the first
+    arrival_s: float  # of the first
+    isl: int
+    osl: int
 
 
 @dataclass
@@ -47,49 +55,59 @@ class _Chunks:
     tokens: int = 0
     pairs: float = 0.0
     window_pairs: float = 0.0
-    prompts: int = 0  # whose last chunk it is
-    complete: list[_Requests] = field(default_factory=list)
+    complete: list[_Requests] = field(default_factory=list)  # whose last chunk it is
+
+    @property
+    def prompts(self) -> int:
+        return sum(requests.number for requests in self.complete)
 
 
 class _Run:
-    """One replica with its clients."""
+    """One replica with its clients, and requests whose lengths are given in the order in which they are sent."""
 
-    def __init__(self, steps: NativeStep, slots: int, clients: int, requests: int, c: Constants):
+    def __init__(self, steps: NativeStep, slots: int, clients: int, lengths: Lengths, c: Constants):
         setup = steps.setup
-        self.steps, self.slots, self.unsent = steps, slots, requests - min(clients, requests)
-        self.isl = max(1, round(setup.isl * setup.length_ratio))
-        self.osl = max(2, round(setup.osl * setup.length_ratio))
+        self.steps, self.slots, self.lengths = steps, slots, iter(lengths)
+        self.isl, self.osl = _nominal_lengths(setup)
         self.stages, self.emitted = setup.pp, setup.emitted
-        self.length = max(1, round((self.osl - 1) / self.emitted))  # decode steps of a request
         self.budget, self.window = setup.max_num_tokens, setup.shape.window or 0
-        self.isl_pairs = (self.isl**2 / 2, _windowed(self.isl, self.window))
         self.latency, self.spacing = c["first_token_native"], c["arrival_native"]
-        self.now, self.step = 0.0, 0
+        self.now, self.step, self.last_out = 0.0, 0, 0.0  # seconds, steps, and when the last stage ended its last step
         self.waiting: deque[_Requests] = deque()
-        self.cohorts: deque[_Cohort] = deque()
+        self.cohorts: list[_Cohort] = []  # a heap: the first ends first
+        self.in_pipeline: deque[tuple[float, _Requests]] = deque()  # prefilled, by the time of their first token
         self.decodes, self.cached = 0, 0.0  # requests that decode, and their cached tokens
         self.partial: tuple[_Requests, int] | None = None  # a prompt of which some chunks are computed
         self.ttft = self.tpot = self.queue = 0.0  # sums over requests
         self.first_ttft = 0.0  # of ttft: of requests that are sent at the start, all together
         self.decode_tokens = 0.0  # of all steps
-        unloaded = replace(setup, concurrency=1, max_batch_size=1, max_num_tokens=1, waves=1)
+        unloaded = replace(setup, concurrency=1, max_batch_size=1, max_num_tokens=1, waves=1, lengths=())
         self.lines = _lines_of(unloaded, steps.rates, tuple(steps.mixed_sizes))
-        self._send(min(clients, requests))
+        self._send(clients)
 
     def _send(self, count: int) -> None:
-        """Send requests now."""
-        if count:
-            self.waiting.append(_Requests(count, self.now, self.now + self.latency))
+        """Send requests now, as far as there are any."""
+        sent = 0
+        for (isl, osl), group in groupby(islice(self.lengths, count)):
+            number = len(list(group))
+            self.waiting.append(_Requests(number, self.now, self.now + self.latency + sent * self.spacing, isl, osl))
+            sent += number
 
     def run(self) -> None:
-        while self.waiting or self.cohorts or self.partial:
+        while self.waiting or self.cohorts or self.partial or self.in_pipeline:
             chunks = self._schedule()
             if chunks.tokens:
                 self._prefill(chunks)
             elif self.cohorts:
                 self._decode()
             else:
-                self.now = self.waiting[0].arrival_s
+                self._advance(0, self._until_next() - self.now)
+
+    def _until_next(self) -> float:
+        """Return when a prompt arrives or leaves the pipeline next, in a future in which nothing is computed."""
+        times = [requests.arrival_s for requests in islice(self.waiting, 1)]
+        times += [first_token for first_token, _ in islice(self.in_pipeline, 1)]
+        return min(time for time in times if time > self.now)
 
     def _schedule(self) -> _Chunks:
         """Return the prompt chunks of the next step."""
@@ -99,43 +117,43 @@ class _Run:
             request, start = self.partial
             self.partial = None
             left -= self._chunk(chunks, request, start, left)
-        slots = self.slots - self.decodes - chunks.prompts
+        slots = self._free_slots() - chunks.prompts
         while (
             left > 0 and slots > 0 and self.partial is None and self.waiting and self.waiting[0].arrival_s <= self.now
         ):
-            if left < self.isl <= free:
+            isl = self.waiting[0].isl
+            if left < isl <= free:
                 break  # fits whole into the next step
-            requests = self._admit(min(slots, max(1, left // self.isl)))
+            requests = self._admit(min(slots, max(1, left // isl)))
             slots -= requests.number
-            if left < self.isl:
+            if left < isl:
                 left -= self._chunk(chunks, requests, 0, left)
                 continue
-            left -= requests.number * self.isl
-            chunks.tokens += requests.number * self.isl
-            chunks.pairs += requests.number * self.isl_pairs[0]
-            chunks.window_pairs += requests.number * self.isl_pairs[1]
-            chunks.prompts += requests.number
+            left -= requests.number * isl
+            chunks.tokens += requests.number * isl
+            chunks.pairs += requests.number * isl**2 / 2
+            chunks.window_pairs += requests.number * _windowed(isl, self.window)
             chunks.complete.append(requests)
         return chunks
 
     def _admit(self, most: int) -> _Requests:
         """Take the first requests that have arrived, of those that were sent together."""
-        count, sent, arrival = self.waiting.popleft()
-        waited = self.now - arrival
+        first = self.waiting.popleft()
+        count, waited = first.number, self.now - first.arrival_s
         admitted = min(count, most, 1 + int(waited / self.spacing)) if self.spacing else min(count, most)
         self.queue += admitted * waited - self.spacing * admitted * (admitted - 1) / 2
         if admitted < count:
-            self.waiting.appendleft(_Requests(count - admitted, sent, arrival + admitted * self.spacing))
-        return _Requests(admitted, sent)
+            arrival = first.arrival_s + admitted * self.spacing
+            self.waiting.appendleft(first._replace(number=count - admitted, arrival_s=arrival))
+        return first._replace(number=admitted)
 
     def _chunk(self, chunks: _Chunks, request: _Requests, start: int, left: int) -> int:
-        """Compute as much of one prompt as the budget leaves; return how much."""
-        end = min(self.isl, start + left)
+        """Add the next chunk of one prompt; return its tokens."""
+        end = min(request.isl, start + left)
         chunks.tokens += end - start
         chunks.pairs += (end * end - start * start) / 2
         chunks.window_pairs += _windowed(end, self.window) - _windowed(start, self.window)
-        if end == self.isl:
-            chunks.prompts += 1
+        if end == request.isl:
             chunks.complete.append(request)
         else:
             self.partial = (request, end)
@@ -147,29 +165,43 @@ class _Run:
         mixed = self._seconds(context, chunks.tokens, chunks.prompts, chunks.pairs, chunks.window_pairs)
         alone = self._seconds(context) if self.stages > 1 and self.decodes else 0.0
         seconds = alone + (mixed - alone) / self.stages
-        through = mixed - seconds  # until the last stage
-        self._advance(1, seconds)
+        # The last stage ends it after all stages, and after the step before, which may be longer.
+        self.last_out = max(self.now + mixed, self.last_out + seconds)
         for requests in chunks.complete:
-            self.ttft += requests.number * (self.now + through - requests.sent_s)
-            self.first_ttft += requests.number * (self.now + through) if requests.sent_s == 0.0 else 0.0
-        if count := chunks.prompts:
+            self.ttft += requests.number * (self.last_out - requests.sent_s)
+            self.first_ttft += requests.number * self.last_out if requests.sent_s == 0.0 else 0.0
+            self.in_pipeline.append((self.last_out, requests))
+        self._advance(1, seconds)
+
+    def _leave_pipeline(self) -> None:
+        """Begin to decode requests whose first token has come out of the last stage."""
+        while self.in_pipeline and self.in_pipeline[0][0] <= self.now:
+            first_token, requests = self.in_pipeline.popleft()
+            count, isl, osl = requests.number, requests.isl, requests.osl
+            if osl == 1:
+                self._send(count)
+                continue
             self.decodes += count
-            self.cached += count * (self.isl + 1)
-            # Decodes follow the last stage; until then those of others go on.
-            delay = round(through / self._decode_seconds(1)) if through else 0
-            self.cohorts.append(_Cohort(count, self.step, self.step + delay + self.length, self.now + through))
+            self.cached += count * (isl + 1)
+            last_step = self.step + max(1, round((osl - 1) / self.emitted))
+            heappush(self.cohorts, _Cohort(last_step, self.step, count, isl, osl, first_token))
 
     def _decode(self) -> None:
-        """Advance by steps of decodes only, until the oldest cohort ends or a request arrives that can be admitted."""
+        """Advance by decodes only, until the first cohort ends, or a request can be admitted or leaves the pipeline."""
         count = self.cohorts[0].last_step - self.step
         seconds = self._decode_seconds(count)
-        if self.waiting and self.decodes < self.slots:
-            wait = max(0.0, self.waiting[0].arrival_s - self.now)
-            until = int(wait // seconds) + 1
+        waits = [first_token - self.now for first_token, _ in islice(self.in_pipeline, 1)]
+        if self.waiting and self._free_slots():
+            waits.append(self.waiting[0].arrival_s - self.now)
+        if waits:
+            until = int(max(0.0, min(waits)) // seconds) + 1
             if until < count:
                 count = until
                 seconds = self._decode_seconds(count)
         self._advance(count, count * seconds)
+
+    def _free_slots(self) -> int:
+        return self.slots - self.decodes - sum(requests.number for _, requests in self.in_pipeline)
 
     def _decode_seconds(self, count: int) -> float:
         """Return the mean time of the next steps."""
@@ -200,15 +232,16 @@ class _Run:
         self.step += count
         self.cached += self.decodes * count * self.emitted
         self.decode_tokens += self.decodes * count
+        ended = 0
         while self.cohorts and self.cohorts[0].last_step <= self.step:
-            cohort = self.cohorts.popleft()
+            cohort = heappop(self.cohorts)
             steps = cohort.last_step - cohort.first_step
-            self.cached -= cohort.requests * (self.isl + 1 + steps * self.emitted)
+            self.cached -= cohort.requests * (cohort.isl + 1 + steps * self.emitted)
             self.decodes -= cohort.requests
-            self.tpot += cohort.requests * (self.now - cohort.first_token_s) / (self.osl - 1)
-            followers = min(cohort.requests, self.unsent)
-            self.unsent -= followers
-            self._send(followers)
+            self.tpot += cohort.requests * (self.now - cohort.first_token_s) / (cohort.osl - 1)
+            ended += cohort.requests
+        self._send(ended)
+        self._leave_pipeline()
 
 
 @lru_cache(maxsize=4)
@@ -221,30 +254,52 @@ def run_times(steps: NativeStep, slots: int, c: Constants) -> LoopTimes:
     """Return the means of all requests, and the duration of the run."""
     setup = steps.setup
     replicas = setup.attention_dp
-    share, clients = max(1, slots // replicas), -(-setup.concurrency // replicas)
+    share, clients = -(-slots // replicas), -(-setup.concurrency // replicas)
     requests = clients * setup.waves
     count = min(requests, MOST_QUEUED * share if clients > share else MOST_WAVES * clients)
+    lengths = tuple(islice(cycle(setup.lengths[::replicas] or [_nominal_lengths(setup)]), count))
     followed = min(clients, count)
-    run = _Run(steps, share, followed, count, c)
+    run = _Run(steps, share, followed, lengths, c)
     run.run()
     ttft, queue = _mean_ttft(run, followed, count, requests), run.queue / count if clients > share else 0.0
+    longer = max(1, sum(osl > 1 for _, osl in lengths))  # than one token, which the prefill computes
+    tpot = run.tpot / longer
     if clients > share and count < 2 * clients:  # too few were followed: nearly all of the first wave
         alone = (run.ttft - run.queue) / count
-        queue = run.now / count * (clients - share) * (1 - 0.5 / setup.waves)  # the first wave waits half as long
+        in_engine = alone + (run.osl - 1) * tpot
+        queue = max(0.0, run.now / count * clients - in_engine) * (1 - 0.5 / setup.waves)  # the first wave: half of it
         ttft = alone + queue
     context = run.isl + run.osl / 2
     batch = run.decode_tokens / run.step / setup.pp
+    prefill = _alone(run, steps)
     return LoopTimes(
         ttft=ttft,
-        tpot=run.tpot / count,
+        tpot=tpot,
         queue=queue,
-        decode=steps.terms(decodes=batch, context=context),
-        prefill=steps.terms(
-            decodes=0.0, context=0.0, prefill=run.isl, prompts=1, pairs=run.isl**2 / 2,
-            window_pairs=_windowed(run.isl, run.window),
-        ),
+        decode=steps.terms(decodes=batch, context=context) if batch else dict.fromkeys(prefill, 0.0),
+        prefill=prefill,
         seconds=run.now * requests / count,
+        mean_osl=fmean(osl for _, osl in lengths),
+    )
+
+
+def _alone(run: _Run, steps: NativeStep) -> dict[str, float]:
+    """Return the prefill of one prompt by kind, whose chunks follow one another through the stages of a pipeline."""
+    terms = steps.terms(
+        decodes=0.0, context=0.0, prefill=run.isl, prompts=1, pairs=run.isl**2 / 2,
+        window_pairs=_windowed(run.isl, run.window),
     )  # fmt: skip
+    chunks = -(-run.isl // run.budget)
+    return {name: seconds * (chunks + run.stages - 1) / (chunks * run.stages) for name, seconds in terms.items()}
+
+
+def _nominal_lengths(setup: ServingSetup) -> tuple[int, int]:
+    """Return input and output tokens of a request; of varied ones, their means."""
+    if setup.lengths:
+        isl, osl = (max(1, round(fmean(tokens))) for tokens in zip(*setup.lengths, strict=True))
+        return isl, osl
+    osl = 1 if setup.osl == 1 else max(2, round(setup.osl * setup.length_ratio))
+    return max(1, round(setup.isl * setup.length_ratio)), osl
 
 
 def _mean_ttft(run: _Run, clients: int, count: int, requests: int) -> float:

@@ -41,7 +41,8 @@ def _compute(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
         token += count * block.token_macs
         score += count * block.pair_macs
         decode_score += count * block.decode_pair_macs
-    window = min(1.0, (setup.shape.window or isl) / isl) if setup.shape.window_layers else 1.0
+    selected = model.mla.index_topk if model.mla else 0
+    window = min(1.0, (setup.shape.window or selected or isl) / isl) if setup.shape.window_layers or selected else 1.0
     low = 2.0 * token * (prompt + osl - 1)
     attention = window * (score * prompt * (isl - prompt / 2) + decode_score * (osl - 1) * (isl + osl / 2))
     bf16 = 2.0 * (model.hidden * model.vocab * osl + attention)

@@ -1,8 +1,10 @@
 """Serving descriptions from text: `--set tp=2`, concurrencies such as 1,4,16..1024, a resolved inference run."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
+from llmb.config.native.request_lengths import Lengths, check_spread, prompt_random, run_lengths, sample_lengths
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import memory_bytes
@@ -16,7 +18,10 @@ from llmb.perfmodel.step_time.setup_fields import parse_fields
 COUNTS = (
     "tp", "pp", "ep", "attention_dp", "moe_tp", "max_num_tokens", "max_batch_size", "receive_interval", "waves",
 )  # fmt: skip
-FIELDS = (*COUNTS, *FRACTIONS, "draft_tokens", "kv_dtype", "attention_dtype", "engine_version")
+SPREADS = ("isl_spread", "osl_spread")
+DISTRIBUTIONS = ("fixed", "normal", "uniform")
+FIELDS = (*COUNTS, *FRACTIONS, "lengths", *SPREADS, "draft_tokens", "kv_dtype", "attention_dtype", "engine_version")
+SEED = 1234  # of sampled lengths: that of runs
 MOST_CLIENTS = 1 << 20
 
 
@@ -38,6 +43,12 @@ def _parse_value(name: str, text: str) -> Any:
         if not re.fullmatch(r"\d{1,2}", text):
             raise ConfigError(f"{name} must be a whole number, got {text!r}")
         return int(text)
+    if name in SPREADS:
+        if not re.fullmatch(r"\d{1,7}", text):
+            raise ConfigError(f"{name} must be a whole number of tokens, got {text!r}")
+        return int(text)
+    if name == "lengths" and text not in DISTRIBUTIONS:
+        raise UnknownName("value of lengths", text, DISTRIBUTIONS)
     if name == "kv_dtype" and text not in KV_DTYPES:
         raise UnknownName("value of kv_dtype", text, KV_DTYPES)
     return text
@@ -66,11 +77,34 @@ def build_serving_setup(
         fields["moe_tp"] = max(1, ranks // values.get("ep", 1))
         if "moe_tp" in values and "ep" not in values:
             fields["ep"] = max(1, ranks // values["moe_tp"])
-    return ServingSetup(
+    layout = {name: value for name, value in values.items() if name not in ("lengths", *SPREADS)}
+    setup = ServingSetup(
         shape=shape, gpu=gpu, dtype=dtype, engine=engine, isl=lengths[0], osl=lengths[1], concurrency=concurrency,
         rates=rates, gpu_memory_bytes=rates.device_memory_bytes if rates and gpu not in FABRICS else None,
-        **(fields | values),
+        **(fields | layout),
     )  # fmt: skip
+    return replace(setup, lengths=_varied_lengths(setup, values))
+
+
+def _varied_lengths(setup: ServingSetup, values: dict[str, Any]) -> Lengths:
+    """Return the lengths of all requests where `values` say how they vary; only a followed scheduler needs them."""
+    kind, isl_spread, osl_spread = values.get("lengths", "fixed"), *(values.get(name, 0) for name in SPREADS)
+    check_spread("isl", setup.isl, isl_spread, kind)
+    check_spread("osl", setup.osl, osl_spread, kind)
+    if kind != "fixed" and not (isl_spread or osl_spread):
+        raise ConfigError(f"lengths={kind} has no effect without a spread; set isl_spread or osl_spread, in tokens")
+    if kind == "fixed":
+        return ()
+    if setup.engine != "native":
+        raise ConfigError(
+            f"lengths={kind} has no effect on {setup.engine}, whose times are predicted from mean lengths: give these "
+            "as --isl and --osl or, where those are the longest, length_ratio (0.9 for 0.8 to 1); --engine native "
+            "follows every request"
+        )
+    if setup.length_ratio != 1:
+        raise ConfigError("length_ratio and lengths both say how lengths vary; leave one of them out")
+    count = setup.concurrency * setup.waves
+    return sample_lengths(prompt_random(SEED), count, (setup.isl, isl_spread), (setup.osl, osl_spread), kind)
 
 
 def parse_concurrencies(text: str) -> list[int]:
@@ -113,6 +147,7 @@ def serving_setup_of(config: RunConfig, engine: str = "native", rates: Rates | N
         max_batch_size=work.max_batch_size,
         memory_fraction=work.kv_fraction,
         waves=max(1, min(WAVES, work.num_requests // work.concurrency)),
+        lengths=run_lengths(work) if engine == "native" else (),
         draft_tokens=work.speculative_tokens,
         draft_shape=None if work.draft_model is None else run_shape(work.draft_model),
         draft_acceptance=work.draft_acceptance or (1.0,) * work.speculative_tokens,  # not stated: at most all

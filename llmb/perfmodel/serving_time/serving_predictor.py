@@ -5,9 +5,11 @@ predict_serving(setup).interval_80["tpot_ms"]      -> (shortest, longest)
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from llmb.config.model import Model
 from llmb.perfmodel.hardware import GIB, with_article
 from llmb.perfmodel.serving_time.cache_slots import memory_bytes_of
 from llmb.perfmodel.serving_time.closed_loop import Load, LoopTimes, load_of, loop_times, prefill_times
@@ -24,6 +26,11 @@ from llmb.perfmodel.step_time.measured_device import measured_device
 
 MS = 1e3
 NATIVE_GPUS = ("h200",)  # on which bench/RESULTS.md measured the native engine
+UNPROVEN_BLOCKS: dict[str, Callable[[Model], object]] = {  # of which no published row was compared
+    "gated DeltaNet layers": lambda model: model.delta_net,
+    "Mamba layers": lambda model: model.mamba,
+    "sparse attention": lambda model: model.mla and model.mla.index_topk,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,7 @@ def serving_device(setup: ServingSetup) -> Device:
 def _output_rate(setup: ServingSetup, load: Load, times: LoopTimes, e2e: float) -> float:
     """Return output tokens/s of a whole run; where only the steady state is known, of requests that always run."""
     if times.seconds is not None:
-        return setup.waves * setup.concurrency * setup.osl / times.seconds
+        return setup.waves * setup.concurrency * times.mean_osl / times.seconds
     return float(load.slots) * setup.osl / (e2e - float(times.queue))
 
 
@@ -133,10 +140,13 @@ def log_half_width(setup: ServingSetup, metric: str) -> float:
 
 
 def unproven_note(setup: ServingSetup) -> str | None:
-    """Return why a prediction is unproven on its GPU; None: measurements of the engine on it were compared."""
+    """Return why a prediction is unproven; None: measurements of such blocks on this GPU were compared."""
     gpus = NATIVE_GPUS if setup.engine == "native" else serving_interval()["gpus"]
     if setup.gpu in gpus:
-        return None
+        blocks = [name for name, cost in UNPROVEN_BLOCKS.items() if cost(setup.shape.model)]
+        if not blocks:
+            return None
+        return f"unproven: no measured TTFT or TPOT of a model with {blocks[0]} was compared; the interval is widened"
     engine = "this engine" if setup.engine == "native" else "any engine"
     return (
         f"unproven: no measured TTFT or TPOT of {engine} on {with_article(setup.gpu)} was compared, only on "

@@ -6,6 +6,8 @@ ServingSetup(shape=find_model("llama3.1-70b"), gpu="h200", dtype="fp8", isl=1024
 from dataclasses import dataclass, replace
 
 from llmb.config.native.number_formats import published_fp8_recipe
+from llmb.config.native.predicted_blocks import check_native_blocks
+from llmb.config.native.request_lengths import Lengths
 from llmb.config.native.speculation import MOST_DRAFTS
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
@@ -50,6 +52,7 @@ class ServingSetup:
     draft_shape: ModelShape | None = None  # of a draft model; none: a multi-token-prediction layer proposes
     draft_acceptance: tuple[float, ...] = ()  # of a draft model, by position, in place of `acceptance`
     receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
+    lengths: Lengths = ()  # engine native: input and output tokens of each request; none: all have isl and osl
     waves: int = WAVES  # requests per client: the first ones arrive together
     attention_dtype: str | None = None  # engine native: fp8, of prefill attention; none: bf16
     fp8_recipe: str | None = None  # engine native: how fp8 weights are scaled; none: as the model is published
@@ -71,6 +74,8 @@ class ServingSetup:
         if not isinstance(self.draft_tokens, int) or not 0 <= self.draft_tokens <= MOST_DRAFTS:
             raise ConfigError(f"draft_tokens must be a whole number, 0 to {MOST_DRAFTS}, got {self.draft_tokens!r}")
         _check_attention_dtype(self)
+        if self.engine == "native":
+            check_native_blocks(self.shape.model)
         for name in FRACTIONS:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1, got {getattr(self, name)!r}")

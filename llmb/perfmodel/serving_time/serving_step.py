@@ -155,15 +155,15 @@ def step_seconds(
     if expert_rows is None:
         expert_rows = routed_rows + _smaller(LEAST_PADDING + routed_rows / 2, MOST_PADDING)
     expert_macs = work.expert_macs * expert_rows * active / _positive(work.routed)
-    cached = decodes * (context * work.kv_bytes + _smaller(context, work.window) * work.window_kv_bytes)
+    inside = _smaller(context, work.window)
+    cached = decodes * (context * work.kv_bytes + inside * work.window_kv_bytes)
+    decode_macs = decodes * (context * work.kv_macs + inside * work.window_kv_macs)
     return {
         "gemm": longer(work.low_bytes / r.low_read + work.low_gemms * r.ramp, 2 * work.low_macs * rows / r.low)
         + longer(work.high_bytes / r.high_read + work.high_gemms * r.ramp, 2 * work.high_macs * rows / r.high)
         + longer(work.head_bytes / r.high_read + r.ramp, 2 * work.head_macs * sampled / r.head),
         "experts": longer(work.expert_bytes * active / r.expert_read, 2 * expert_macs / r.expert),
-        "attention": longer(
-            (cached + decodes * work.state_bytes) / r.kv_read, 2 * decodes * context * work.kv_macs / r.decode_attention
-        )
+        "attention": longer((cached + decodes * work.state_bytes) / r.kv_read, 2 * decode_macs / r.decode_attention)
         + 2 * (pairs * work.pair_macs + window_pairs * work.window_pair_macs) / r.prefill_attention,
         "memory_bound": tokens * work.activation_bytes / r.memory,
         "communication": work.reduces

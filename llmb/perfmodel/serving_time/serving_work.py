@@ -4,10 +4,11 @@ Numbers only, independent of constants; `serving_step.py` gives them a time. Cou
 pipeline parallelism a stage has 1/pp of them.
 """
 
+import math
 from dataclasses import dataclass
 
 from llmb.config.model import Model
-from llmb.perfmodel.block_costs import BlockCost, block_stack
+from llmb.perfmodel.block_costs import BlockCost, block_stack, indexer_weights
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 
@@ -15,13 +16,17 @@ BF16 = BYTES["bf16"]
 # Kernels of a block in a CUDA graph. attention: norm, qkv, RoPE, cache write, attention, output. mla: norms, down
 # and up projections, RoPE, cache write, absorbed projections, attention and its combine, output. mlp: norm, two GEMMs,
 # activation. experts: norm, router, top-k, sort, permute, two GEMMs, activation, combine; shared ones: two GEMMs,
-# activation, add. mamba: norm, in, convolution, scan, gate, out.
-KERNELS = {"attention": 6, "mla": 14, "mlp": 4, "experts": 9, "mamba": 6}
+# activation, add. mamba: norm, in, convolution, scan, gate, out. delta_net: norm, two in, convolution, gates,
+# recurrence, gated norm, out.
+KERNELS = {"attention": 6, "mla": 14, "mlp": 4, "experts": 9, "mamba": 6, "delta_net": 8}
 # Of the native engine: one down projection of MLA, and one kernel of its norm, RoPE and cache write.
 NATIVE_KERNELS = KERNELS | {"mla": 11}
 SHARED_KERNELS = 4
+INDEXER_KERNELS = 8  # two projections, norm, RoPE, cache write, quantization, scores, top-k
 SKINNY_BLOCKS = ("attention", "mlp")  # of which the native engine fuses all but GEMMs and attention, for few tokens
-QUANTIZED_GEMMS = {"attention": 2, "mla": 4, "mlp": 2, "experts": 2, "mamba": 2}
+QUANTIZED_GEMMS = {"attention": 2, "mla": 4, "mlp": 2, "experts": 2, "mamba": 2, "delta_net": 2}
+INDEX_BYTES = 1 + 4 / 128  # per value of an indexer's key: fp8, with a scale for all of them
+INDEX_COST = 0.5  # time of a MAC of an indexer, in fp8, against one of attention in bf16
 # Kernels per quantized input: fp8 with static scales is fused with the norm or activation before it.
 QUANTIZE = {"bf16": 0.0, "fp8": 0.5, "nvfp4": 1.0}
 
@@ -44,7 +49,9 @@ class ServingWork:
     kv_bytes: float = 0.0  # per cached token, in layers that attend to all of them
     kv_macs: float = 0.0
     window_kv_bytes: float = 0.0  # the same in layers with a sliding window
+    window_kv_macs: float = 0.0
     window: float = 0.0
+    held_window: float = 0.0  # tokens of a request that windowed layers keep: sparse attention may need any of them
     state_bytes: float = 0.0  # recurrent state of a request, read and written
     pair_macs: float = 0.0  # of prefill, per (query, key) pair
     window_pair_macs: float = 0.0
@@ -72,7 +79,10 @@ def serving_work(setup: ServingSetup) -> ServingWork:
     total |= _collective_bytes(setup)
     if model.experts:
         total["routed"] = model.experts.top_k / model.experts.count
-    _move_windowed(setup, total)
+    if model.mla is not None and model.mla.index_topk:
+        total |= {"window": model.mla.index_topk, "held_window": math.inf}
+    else:
+        _move_windowed(setup, total)
     return ServingWork(**total)
 
 
@@ -109,7 +119,9 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
             "kv_macs": block.decode_pair_macs / tp,
             "pair_macs": block.pair_macs / tp,
         }
-    if kind == "mamba":
+    if block.selected_keys:
+        counts |= _sparse_attention(setup, model, block)
+    if block.state_values:
         counts["state_bytes"] = 2 * block.state_values * BYTES["fp32"] / tp
     if kind == "experts":
         ranks = setup.ep * setup.moe_tp
@@ -121,6 +133,8 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
     plain = kind in ("attention", "mla") and four_bit_experts_only(setup)
     kernels = NATIVE_KERNELS if setup.engine == "native" else KERNELS
     counts["kernels"] = kernels[kind] + (0.0 if plain else QUANTIZED_GEMMS[kind] * QUANTIZE[setup.dtype])
+    if block.selected_keys:
+        counts["kernels"] += INDEXER_KERNELS
     if kind == "experts" and model.experts and model.experts.shared:
         counts["kernels"] += SHARED_KERNELS + QUANTIZE[setup.dtype]
     counts["fused_kernels"] = counts["kernels"] if kind in SKINNY_BLOCKS else 0.0
@@ -130,6 +144,23 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
     elif tp > 1:
         counts["reduces"] = 1.0
     return counts
+
+
+def _sparse_attention(setup: ServingSetup, model: Model, block: BlockCost) -> dict[str, float]:
+    """Return cache and MACs of sparse attention: the indexer, whole on every rank, scores all tokens in fp8.
+
+    Keys are gathered token by token, so prompts attend like decodes, to the latents.
+    """
+    assert model.mla is not None
+    latents = block.kv_values - model.mla.index_dim
+    return {
+        "kv_bytes": model.mla.index_dim * INDEX_BYTES,
+        "kv_macs": block.index_macs * INDEX_COST,
+        "pair_macs": block.index_macs * INDEX_COST,
+        "window_kv_bytes": latents * BYTES[setup.kv_dtype],
+        "window_kv_macs": block.decode_pair_macs / setup.tp,
+        "window_pair_macs": block.decode_pair_macs / setup.tp,
+    }
 
 
 def _inner_values(setup: ServingSetup, kind: str, block: BlockCost) -> float:
@@ -149,17 +180,18 @@ def _inner_values(setup: ServingSetup, kind: str, block: BlockCost) -> float:
 def _dense_on_rank(model: Model, kind: str, block: BlockCost, tp: int) -> float:
     """Return the weights of a block on one rank; KV heads and MLA's down projections are replicated."""
     if kind == "attention":
-        q_and_o = 2 * model.hidden * model.heads * model.head_dim
+        q_and_o = (2 + model.output_gate) * model.hidden * model.heads * model.head_dim
         return q_and_o / tp + (block.dense_weights - q_and_o) / min(tp, model.kv_heads)
     if kind == "mla":
         assert model.mla is not None
-        down = model.hidden * (model.mla.q_rank + model.mla.kv_rank + model.mla.rope_dim)
+        down = model.hidden * (model.mla.q_rank + model.mla.kv_rank + model.mla.rope_dim) + indexer_weights(model)
         return down + (block.dense_weights - down) / tp
     return block.dense_weights / tp
 
 
 def _move_windowed(setup: ServingSetup, total: dict[str, float]) -> None:
     """Count the cache and pairs of layers with a sliding window apart."""
+    total["held_window"] = total["window"]
     layers = setup.shape.model.blocks.get("attention", 0) + setup.shape.model.blocks.get("mla", 0)
     part = setup.shape.window_layers / layers if layers and setup.shape.window else 0.0
     total["window_kv_bytes"] = part * total.get("kv_bytes", 0.0)

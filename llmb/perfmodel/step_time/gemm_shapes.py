@@ -66,6 +66,7 @@ def block_gemms(setup: StepSetup, kind: str) -> list[Gemm]:
         "mlp": _mlp,
         "experts": _experts,
         "mamba": _mamba,
+        "delta_net": _delta_net,
     }[kind](setup, setup.shape.model)
 
 
@@ -85,8 +86,9 @@ def expert_rows(setup: StepSetup) -> float:
 
 def _attention(setup: StepSetup, model: Model) -> list[Gemm]:
     width, kv_width, tp = model.heads * model.head_dim, model.kv_heads * model.head_dim, setup.parallel.tp
+    queries = width * (1 + model.output_gate)
     return [
-        Gemm(setup.tokens, (width + 2 * kv_width) / tp, model.hidden, tp_split="columns"),
+        Gemm(setup.tokens, (queries + 2 * kv_width) / tp, model.hidden, tp_split="columns"),
         Gemm(setup.tokens, model.hidden, width / tp, tp_split="rows"),
     ]
 
@@ -140,4 +142,19 @@ def _mamba(setup: StepSetup, model: Model) -> list[Gemm]:
     return [
         Gemm(setup.tokens, (2 * inner + 2 * m.groups * m.state + m.heads) / tp, model.hidden, tp_split="columns"),
         Gemm(setup.tokens, model.hidden, inner / tp, tp_split="rows"),
+    ]
+
+
+def _delta_net(setup: StepSetup, model: Model) -> list[Gemm]:
+    assert model.delta_net is not None
+    d, tp = model.delta_net, setup.parallel.tp
+    keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
+    gates, low_rank = values + d.value_heads, list[Gemm]()
+    if d.gate_rank:
+        gates = 2 * d.gate_rank
+        low_rank = [Gemm(setup.tokens, width / tp, d.gate_rank) for width in (keys, values)]
+    return [
+        Gemm(setup.tokens, (2 * keys + values + d.value_heads + gates) / tp, model.hidden, tp_split="columns"),
+        *low_rank,
+        Gemm(setup.tokens, model.hidden, values / tp, tp_split="rows"),
     ]

@@ -94,7 +94,7 @@ def interval_class(setup: StepSetup) -> str:
     if not setup.engine.startswith("megatron"):
         return "other_engine"
     model = setup.shape.model
-    return "experts_or_mamba" if model.experts or model.mamba else "dense"
+    return "experts_or_mamba" if model.experts or model.mamba or model.delta_net else "dense"
 
 
 def log_half_width(setup: StepSetup) -> float:

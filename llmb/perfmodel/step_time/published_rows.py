@@ -23,6 +23,7 @@ from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, Recompute, StepS
 from llmb.perfmodel.step_time.waterfall import step_work
 
 DEFAULT_SEQLEN = 8192  # of Llama 3 in torchtitan, whose tables leave it out
+SEQLEN_UNIT, SEQLEN_TOLERANCE = 512, 0.002  # of a length that follows from measured figures
 REDUCED_WATTS = 500.0  # of the H100 with 96 GB in torchtitan's tables
 PACKED_TOKENS = 512  # per document of the question-answering data that fine-tuning recipes pack into sequences
 BATCH_TOLERANCE = 0.2  # of log FLOPs: formulas for attention and MTP differ by less, batches by a factor of 2
@@ -125,7 +126,7 @@ def _setup(cells: dict[str, str]) -> StepSetup:
     notes = cells.get("notes", "")
     if not settings.pop("mtp", engine.startswith("megatron") and "without MTP" not in notes):
         shape = replace(shape, mtp_depth=0)
-    seqlen = _count(cells, "seqlen") or (DEFAULT_SEQLEN if engine == "torchtitan" else None)
+    seqlen = _count(cells, "seqlen") or (DEFAULT_SEQLEN if engine == "torchtitan" else _measured_seqlen(cells))
     if seqlen is None:
         raise ConfigError("no seqlen")
     parallel, gpus, mbs = _layout(cells, engine), int(cells["gpus"]), int(cells["mbs"])
@@ -163,6 +164,17 @@ def _setup(cells: dict[str, str]) -> StepSetup:
         watts=REDUCED_WATTS if "500W" in notes or "lower TDP" in notes else None,
     )
     return replace(setup, **settings)
+
+
+def _measured_seqlen(cells: dict[str, str]) -> int | None:
+    """Return the tokens of a sequence by the printed tokens/s, step time and batch, if they agree on a whole number."""
+    names = ("tokens_per_s_per_gpu", "step_time_s", "gbs")
+    rate, seconds, sequences = (positive_cell(cells, name) for name in names)
+    if rate is None or seconds is None or sequences is None:
+        return None
+    tokens = rate * int(cells["gpus"]) * seconds / sequences
+    seqlen = round(tokens / SEQLEN_UNIT) * SEQLEN_UNIT
+    return seqlen if seqlen and abs(tokens / seqlen - 1) < SEQLEN_TOLERANCE else None
 
 
 def _require(cells: dict[str, str], *names: str) -> None:

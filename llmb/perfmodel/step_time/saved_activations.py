@@ -42,9 +42,12 @@ def whole_logits(setup: StepSetup) -> float:
 
 
 def offloaded_bytes(setup: StepSetup) -> float:
-    """Return the activations of a micro-batch that a rank copies to the host, and back for backward."""
+    """Return the activations of a micro-batch that a rank copies to the host, and back for backward.
+
+    A recomputed layer has none.
+    """
     model, split = setup.shape.model, setup.parallel
-    layers = min(setup.offload_layers, setup.most_layers)
+    layers = min(setup.offload_layers, setup.most_layers - setup.recomputed_layers)
     if layers and setup.engine == NATIVE:  # exact
         return layers * ActivationSizes(run_config(setup)).layer(0)
     values = sum(count * block.saved_values for _, count, block in block_stack(model)) / model.layers
@@ -60,7 +63,8 @@ def _saved_bytes(setup: StepSetup, kind: str, plain: float, routed: float) -> fl
     if kind == "attention":
         width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
         output = 0.0 if "core_attn" in modules else operand * width
-        return residual + normalized + BF16 * (width + 2 * kv_width) + output
+        gate = (BF16 + operand) * width * model.output_gate  # and the gated output
+        return residual + normalized + BF16 * (width + 2 * kv_width) + output + gate
     if kind == "mla":
         return residual + normalized + _mla(model, operand, "mla_up_proj" in modules)
     if kind == "mlp":

@@ -52,6 +52,7 @@ def parse_fields(settings: list[str], fields: Sequence[str], parse: Callable[[st
 
 def _parse_value(name: str, text: str) -> Any:
     if name in CHOICES:
+        text = text.replace("_", "-") if name == "engine" else text
         if text not in CHOICES[name]:
             raise UnknownName(f"value of {name}", text, CHOICES[name])
         return text == "true" if CHOICES[name] == ("true", "false") else text

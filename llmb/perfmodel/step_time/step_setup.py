@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmb.config.model import Model
+from llmb.config.native.predicted_blocks import check_native_blocks
 from llmb.config.parallel_layout import divisors
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
@@ -81,6 +82,12 @@ class StepSetup:
             raise ConfigError(
                 f"gbs {self.gbs} is not a multiple of dp x mbs = {self.dp} x {self.mbs} = {self.dp * self.mbs}"
             )
+        if self.shape.model.mla and self.shape.model.mla.index_topk:
+            raise ConfigError(
+                f"{self.shape.model.name} has sparse attention, which is predicted with --task serve only"
+            )
+        if self.engine == ENGINE_OF["native"]:
+            check_native_blocks(self.shape.model)
         _check_shards(self.shape.model, self.parallel)
         stage_ranks, experts = self.gpus // self.parallel.pp, self.parallel.ep * self.parallel.etp
         if stage_ranks % experts:
@@ -131,8 +138,8 @@ class StepSetup:
 
     @property
     def most_layers(self) -> int:
-        """Layers of the fullest pipeline rank."""
-        return -(-self.layer_count // self.parallel.pp)
+        """Layers of the fullest pipeline rank, multi-token prediction's included."""
+        return -(-(self.layer_count + self.shape.mtp_layers) // self.parallel.pp)
 
     @property
     def recomputed_layers(self) -> int:

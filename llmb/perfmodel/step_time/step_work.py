@@ -8,7 +8,7 @@ Amounts are those of one micro-batch on the average pipeline rank, unless a name
 from dataclasses import dataclass
 
 from llmb.config.model import BLOCKS_BY_LETTER, Model
-from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.block_costs import BLOCK_COSTS, DELTA_CHUNK
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.step_time.cluster_fabric import Device
@@ -25,10 +25,15 @@ from llmb.perfmodel.step_time.step_setup import StepSetup
 
 BF16 = 2.0
 BACKWARD_ATTENTION = 2.5  # of the forward FLOPs: five products instead of two
-KERNELS = {"attention": 25, "mla": 45, "mlp": 15, "experts": 60, "mamba": 40}  # launched forward and backward, bf16
+# Launched forward and backward, bf16.
+KERNELS = {"attention": 25, "mla": 45, "mlp": 15, "experts": 60, "mamba": 40, "delta_net": 50}
+SCANS = ("mamba", "delta_net")  # blocks with a recurrence, in Triton kernels
 BACKWARD_SCAN = 3.0  # of the forward traffic: states computed again, gradients of states and of all inputs
 STATE_PASSES = 4  # chunk states: written, read and written when passed on, read
-CAPTURED = {"attn": "attention", "mamba": "mamba"}  # parts of CUDA graphs that are whole blocks
+CAPTURED = {
+    "attn": ("attention", "mla", "delta_net"),
+    "mamba": ("mamba",),
+}  # parts of CUDA graphs that are whole blocks
 CAPTURED_ROUTING = 0.2  # of an expert block's launches: those of router and of preprocessing, each
 QUANTIZED_KERNELS = 1.5  # times as many in fp8 and fp4
 # Bytes per value to quantize a GEMM operand in both layouts: read in bf16, amax, write; nvfp4: Hadamard transform too.
@@ -84,7 +89,7 @@ class RankWork:
     backward: BlockWork
     head: BlockWork  # LM head and loss, forward and backward, of the last rank
     kernels: float  # of a micro-batch, outside CUDA graphs
-    mamba_layers: float  # blocks of Mamba outside CUDA graphs
+    scan_layers: float  # blocks with a recurrence outside CUDA graphs
     captured_blocks: float  # blocks that are a CUDA graph of their own
     sharded_blocks: float  # blocks whose weights FSDP gathers, outside CUDA graphs
     module_gemms: dict[str, float]  # forward, of modules if some are recomputed by name, as fractions of all GEMMs
@@ -115,7 +120,7 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
         backward=_blocks(setup, device, counts, backward=True),
         head=_head(setup, device),
         kernels=factor * sum(count * KERNELS[kind] * launched(setup, kind) for kind, count in counts.items()),
-        mamba_layers=counts.get("mamba", 0.0) * launched(setup, "mamba"),
+        scan_layers=sum(counts.get(kind, 0.0) * launched(setup, kind) for kind in SCANS),
         captured_blocks=sum(count for kind, count in counts.items() if is_captured(setup, kind)),
         sharded_blocks=sum(counts.values()) * (1.0 - setup.graphs) if split.fsdp else 0.0,
         module_gemms=_module_gemms(setup, counts) if setup.recompute_modules else {},
@@ -168,7 +173,7 @@ def launched(setup: StepSetup, kind: str) -> float:
 
 def is_captured(setup: StepSetup, kind: str) -> bool:
     """Return whether every block of a kind is a CUDA graph of its own, which the host replays."""
-    return kind.replace("mla", "attention") in [CAPTURED.get(part) for part in setup.graph_parts]
+    return any(kind in CAPTURED.get(part, ()) for part in setup.graph_parts)
 
 
 def _module_gemms(setup: StepSetup, counts: dict[str, float]) -> dict[str, float]:
@@ -277,13 +282,23 @@ def softmax_cost(model: Model, family: str, softmax_dim: float = SOFTMAX_DIM) ->
 
 
 def _scan_bytes(setup: StepSetup, counts: dict[str, float]) -> float:
-    """Traffic of the chunked scan: x, z, B, C and y; chunk states in fp32, written, passed on and read."""
-    m = setup.shape.model.mamba
-    if m is None:
-        return 0.0
-    inner, b_and_c = m.heads * m.head_dim, 2 * m.groups * m.state
-    values = BF16 * (4 * inner + b_and_c) + STATE_PASSES * BYTES["fp32"] * inner * m.state / m.chunk
-    return counts.get("mamba", 0.0) * setup.tokens / setup.parallel.tp * values
+    """Traffic of the chunked recurrences.
+
+    Mamba-2: x, z, B, C and y; chunk states in fp32, written, passed on and read. DeltaNet: its kernels in turn make the
+    triangle of a chunk (k read, triangle written, inverted), the corrected keys and values, the states (written once in
+    bf16) and the output.
+    """
+    model, values = setup.shape.model, 0.0
+    if (m := model.mamba) is not None:
+        inner, b_and_c = m.heads * m.head_dim, 2 * m.groups * m.state
+        scanned = BF16 * (4 * inner + b_and_c) + STATE_PASSES * BYTES["fp32"] * inner * m.state / m.chunk
+        values += counts.get("mamba", 0.0) * scanned
+    if (d := model.delta_net) is not None:
+        triangle = DELTA_CHUNK * (2 * BYTES["fp32"] + 2 * BF16)
+        keys_and_values = BF16 * (7 * d.key_dim + 7 * d.value_dim)
+        states = 2 * BF16 * d.key_dim * d.value_dim / DELTA_CHUNK
+        values += counts.get("delta_net", 0.0) * d.value_heads * (triangle + keys_and_values + states)
+    return setup.tokens / setup.parallel.tp * values
 
 
 def _memory_bytes(setup: StepSetup, kind: str, backward: bool) -> float:
@@ -292,6 +307,7 @@ def _memory_bytes(setup: StepSetup, kind: str, backward: bool) -> float:
     values = (6.0 if backward else 5.0) * model.hidden  # norm and residual add
     if kind == "attention":
         values += 2.0 * (model.heads + model.kv_heads) * model.head_dim
+        values += _activation(True, backward) * model.output_gate * model.heads * model.head_dim
         values += _ring_merges(setup, backward) * model.heads * model.head_dim
     elif kind == "mla":
         assert model.mla is not None
@@ -309,6 +325,12 @@ def _memory_bytes(setup: StepSetup, kind: str, backward: bool) -> float:
             values += (BIAS_BACKWARD if backward else BIAS_FORWARD) * model.hidden * experts.top_k
         permutations = 4.0 if setup.dispatcher == "alltoall" else 2.0  # NCCL's needs tokens sorted before and after
         values += 2.0 * permutations * (experts.latent or model.hidden) * experts.top_k
+    elif kind == "delta_net":
+        assert model.delta_net is not None
+        d = model.delta_net
+        keys, outputs = d.key_heads * d.key_dim, d.value_heads * d.value_dim
+        # Convolution with its activation, norms of queries and keys, gated norm of the output.
+        values += (10.0 if backward else 5.0) * 2 * keys + (14.0 if backward else 7.0) * outputs
     else:
         assert model.mamba is not None
         m = model.mamba

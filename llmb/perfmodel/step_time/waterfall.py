@@ -224,7 +224,7 @@ def _exposed_host(step: StepWork, c: Constants, gpu: float) -> float:
     The transition is smooth, as layers differ: a norm of 4 of both times.
     """
     setup, work = step.setup, step.work
-    launches = work.kernels * c["host_kernel"] + work.mamba_layers * c["host_mamba"]
+    launches = work.kernels * c["host_kernel"] + work.scan_layers * c["host_mamba"]
     launches += work.captured_blocks * c["host_replay"]
     if setup.engine.startswith("megatron"):
         launches += work.sharded_blocks * c["host_fsdp"]

@@ -99,7 +99,7 @@ def _expert_splits(base: StepSetup, fixed: Fixed, tp: int, stage_ranks: int) -> 
     few_enough = [ep for ep in _divisors(model.experts.count) if model.experts.count // ep <= most]
     for ep in _values(fixed, "ep", few_enough):
         for etp in _values(fixed, "etp", widths):
-            is_split = ep * etp > 1 or base.gpus == 1 or "ep" in fixed
+            is_split = ep * etp > 1 or 1 in (base.gpus, model.experts.count) or "ep" in fixed
             if is_split and stage_ranks % (ep * etp) == 0 and model.experts.ffn % etp == 0:
                 yield ep, etp
 

@@ -14,7 +14,7 @@ from typing import Any
 from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel.metrics import TimedRequest
+from llmb.perfmodel.samples.timed_requests import TimedRequest
 from llmb.report.compare.clock_doubts import median_clock
 from llmb.report.compare.compare_doubts import doubts
 from llmb.report.compare.compare_serving import serving_verdict

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel.metrics import TimedRequest
+from llmb.perfmodel.samples.timed_requests import TimedRequest
 from llmb.report.compare.run_pair import compare, mean_figures
 from llmb.results.compare.baseline import MeasuredRun
 from llmb.results.compare.differing_settings import differing_fields

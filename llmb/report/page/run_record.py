@@ -9,9 +9,10 @@ from llmb.events import Event
 from llmb.perfmodel.explain.explanation import Explanation
 from llmb.perfmodel.probe.node_collectives import NodeCollectives
 from llmb.perfmodel.probe.probe_record import ProbeRecord
+from llmb.results.recorded_events import events_of
 from llmb.results.result import Result
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,4 +32,4 @@ class RunRecord:
 
     def of_type(self, kind: type[T]) -> list[T]:
         """Return the events of one type."""
-        return [event for event in self.events if isinstance(event, kind)]
+        return events_of(self.events, kind)

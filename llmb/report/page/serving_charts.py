@@ -7,13 +7,14 @@ from math import log10, sqrt
 from typing import Any
 
 from llmb.events import RequestDone, ServingSample
-from llmb.perfmodel.metrics import e2e_ms, itl_ms, percentile, tpot_ms, ttft_ms
+from llmb.perfmodel.metrics import e2e_ms, itl_ms, percentile, ttft_ms
+from llmb.perfmodel.samples.timed_requests import TimedRequests
 from llmb.report.page.page_chart import Chart, axis, fill, series, shaded, thinned_series, values, vertical_line
 from llmb.report.page.run_record import RunRecord
 from llmb.report.page.telemetry_chart import telemetry_chart
 from llmb.report.page.thinning import thin
 from llmb.report.table import number
-from llmb.results.serving_figures import measured_requests
+from llmb.results.recorded_events import completed_requests, measured_requests
 
 COLUMNS = (12, 60)  # of a histogram: with few samples, and at most
 TIME_BINS = 100
@@ -31,19 +32,19 @@ LATENCIES = (
 def serving_charts(record: RunRecord) -> list[Chart]:
     """Return the charts of all that was recorded."""
     measured = measured_requests(record.events)
-    done = [request for request in measured if request.error is None]
+    done = completed_requests(record.events)
     charts = [*_latency_charts(record, done), *_over_time(record, done), _arrivals(measured), _cache(record)]
     charts.append(telemetry_chart(record))
     return [chart for chart in charts if chart is not None]
 
 
-def _latency_charts(record: RunRecord, done: Sequence[RequestDone]) -> list[Chart | None]:
+def _latency_charts(record: RunRecord, done: TimedRequests) -> list[Chart | None]:
     stride = max(1, sum(len(request.token_times) for request in done) // MOST_GAPS)
-    samples: dict[str, list[float | None]] = {
-        "ttft": [ttft_ms(request) for request in done],
-        "tpot": [tpot_ms(request) for request in done],
+    samples: dict[str, Sequence[float | None]] = {
+        "ttft": done.ttft_ms,
+        "tpot": done.tpot_ms,
         "itl": [gap for request in done[::stride] for gap in itl_ms(request)],
-        "e2e": [e2e_ms(request) for request in done],
+        "e2e": done.e2e_ms,
     }
     if record.result.ttft_ms is None:  # not streamed: a response arrives whole
         samples = {"e2e": samples["e2e"]}
@@ -107,11 +108,11 @@ def _edges(low: float, high: float, logarithmic: bool, columns: int) -> list[flo
     return [low + (high - low) * i / columns for i in range(columns)] + [high]
 
 
-def _over_time(record: RunRecord, done: Sequence[RequestDone]) -> list[Chart | None]:
+def _over_time(record: RunRecord, done: TimedRequests) -> list[Chart | None]:
     """Return tokens/s and concurrency in bins of time."""
     if not done:
         return []
-    start, end = min(request.arrival for request in done), max(request.end for request in done)
+    start, end = min(done.arrivals), max(done.ends)
     width = (end - start) / TIME_BINS
     if width <= 0:
         return []
@@ -153,9 +154,9 @@ def _bin(time: float, start: float, width: float) -> int:
     return min(TIME_BINS - 1, max(0, int((time - start) / width)))
 
 
-def _concurrency(record: RunRecord, done: Sequence[RequestDone], middles: Sequence[float], width: float) -> Chart:
+def _concurrency(record: RunRecord, done: TimedRequests, middles: Sequence[float], width: float) -> Chart:
     """Return the requests in progress at the middle of each bin, and those that wait in the engine's queue."""
-    arrivals, ends = sorted(request.arrival for request in done), sorted(request.end for request in done)
+    arrivals, ends = sorted(done.arrivals), sorted(done.ends)
     active = [float(bisect_right(arrivals, time) - bisect_right(ends, time)) for time in middles]
     traces = series("in progress", middles, active, 0)
     caption = "Requests that had arrived and not ended, at the middle of each bin."

@@ -10,7 +10,7 @@ from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.report.table import render
 
 TITLES = {
-    "gemm": "GEMM", "attention": "attention", "scan": "Mamba scan", "memory_bound": "memory-bound kernels",
+    "gemm": "GEMM", "attention": "attention", "scan": "Mamba, DeltaNet scan", "memory_bound": "memory-bound kernels",
     "quantization": "quantization", "recompute": "recompute", "tp": "exposed TP collectives",
     "cp": "exposed CP ring", "ep": "expert all-to-all", "pp": "exposed pipeline sends", "dp": "exposed DP collectives",
     "fsdp": "exposed FSDP collectives", "offload": "exposed offload copies", "bubble": "pipeline bubble and imbalance",
@@ -37,13 +37,17 @@ def describe_prediction(setup: StepSetup, prediction: StepPrediction, base: Step
 
 
 def _title(setup: StepSetup) -> str:
-    split = setup.parallel
-    layout = f"tp {split.tp} pp {split.pp} cp {split.cp} vp {split.vp or 1} ep {split.ep} dp {setup.dp}"
-    fsdp = " fsdp" if split.fsdp else ""
     return (
-        f"{setup.shape.model.name}, {setup.dtype}, {setup.gpus} x {setup.gpu}, {layout}{fsdp}, seqlen {setup.seqlen}, "
-        f"mbs {setup.mbs}, gbs {setup.gbs} (ga {setup.ga}), engine {setup.engine}"
+        f"{setup.shape.model.name}, {setup.dtype}, {setup.gpus} x {setup.gpu}, {_layout(setup)} dp {setup.dp}"
+        f"{' fsdp' if setup.parallel.fsdp else ''}, seqlen {setup.seqlen}, mbs {setup.mbs}, gbs {setup.gbs} "
+        f"(ga {setup.ga}), engine {setup.engine}"
     )
+
+
+def _layout(setup: StepSetup) -> str:
+    split = setup.parallel
+    etp = f" etp {split.etp}" if split.etp > 1 else ""
+    return f"tp {split.tp} pp {split.pp} cp {split.cp} vp {split.vp or 1} ep {split.ep}{etp}"
 
 
 def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -> list[str]:
@@ -70,7 +74,13 @@ def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -
 def describe_curve(points: Sequence[tuple[StepSetup, StepPrediction]]) -> str:
     """Return one line per number of GPUs."""
     header = ("GPUs", "gbs", "step s", "80 % interval", "tokens/s/GPU", "tokens/s", "MFU %", "largest exposed term")
-    return render(header, [_curve_row(setup, p) for setup, p in points])
+    first = points[0][0]
+    return "\n".join([
+        f"{first.shape.model.name}, {first.dtype}, {first.gpu}, {_layout(first)}, seqlen {first.seqlen}, "
+        f"mbs {first.mbs}, engine {first.engine}",
+        "",
+        render(header, [_curve_row(setup, p) for setup, p in points]),
+    ])  # fmt: skip
 
 
 def _curve_row(setup: StepSetup, p: StepPrediction) -> tuple[str, ...]:

@@ -83,7 +83,17 @@ def _title(setup: ServingSetup) -> str:
     layout = f"tp {setup.tp} pp {setup.pp} attention_dp {setup.attention_dp} ep {setup.ep}"
     return (
         f"{setup.shape.model.name}, {setup.dtype}, KV {setup.kv_dtype}, {setup.gpus} x {setup.gpu}, {layout}, "
-        f"isl {setup.isl}, osl {setup.osl}, concurrency {setup.concurrency}, engine {setup.generation}"
+        f"{_lengths(setup)}, concurrency {setup.concurrency}, engine {setup.generation}"
+    )
+
+
+def _lengths(setup: ServingSetup) -> str:
+    """Return the lengths of requests, with their range where they vary."""
+    sampled = tuple(zip(*setup.lengths, strict=True)) or ((setup.isl,), (setup.osl,))
+    ranges = (("isl", setup.isl, sampled[0]), ("osl", setup.osl, sampled[1]))
+    return ", ".join(
+        f"{name} {nominal}" + (f" ({min(tokens)} to {max(tokens)})" if min(tokens) < max(tokens) else "")
+        for name, nominal, tokens in ranges
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from llmb.config.serialization import to_json
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel.metrics import TimedRequest
+from llmb.perfmodel.samples.timed_requests import TimedRequest
 from llmb.results.compare.differing_settings import settings_of
 from llmb.results.compare.median_interval import CONFIDENCE, MedianInterval, median_interval, ratio_of
 from llmb.results.compare.speed_ratio import tokens_per_step

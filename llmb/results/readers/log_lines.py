@@ -12,13 +12,13 @@ Lines of an NCCL trace, of which a training log may hold millions, are skipped: 
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from llmb.config.serialization import open_regular_file
 from llmb.errors import ConfigError
+from llmb.formats.dense_reader import BLOCK_BYTES, open_dense
 
-BLOCK_BYTES = 256 << 10
 LINE_BYTES = 64 << 10  # the rest of a longer line is passed over
 TAIL_BYTES = 64 << 10
 
@@ -37,10 +37,10 @@ class Line(NamedTuple):
     text: str
 
 
-def open_log(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open a log for reading, or raise one clear line."""
+def open_log(path: Path) -> BufferedReader:
+    """Open a log for reading without its holes, or raise one clear line."""
     try:
-        return open_regular_file(path, buffering)
+        return open_dense(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
@@ -84,7 +84,7 @@ def tail_lines(path: Path) -> LogFile:
     return LogFile(path, TAIL_BYTES)
 
 
-def _blocks(log: BinaryIO) -> Iterator[bytes]:
+def _blocks(log: BufferedReader) -> Iterator[bytes]:
     """Yield blocks of whole lines; each ends with a newline."""
     remainder, overlong = b"", False
     while block := log.read(BLOCK_BYTES):

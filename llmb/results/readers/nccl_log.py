@@ -198,10 +198,9 @@ def _blocks(path: Path, start: int, stop: int) -> Iterator[tuple[bytearray, int]
     buffer = bytearray(BLOCK_BYTES)
     view = memoryview(buffer)
     pending = 0
-    with open_log(path, buffering=0) as log:
+    with open_log(path).detach() as log:
         log.seek(start)
-        while count_read := log.readinto(view[pending : pending + stop - start]):  # type: ignore[attr-defined]
-            start += count_read
+        while count_read := log.readinto(view[pending : pending + max(0, stop - log.tell())]):
             end = pending + count_read
             whole = buffer.rfind(b"\n", 0, end) + 1 or end
             yield buffer, whole

@@ -68,9 +68,7 @@ def measured_prompts(work: Inference, info: ModelInfo, sampler: "PromptSampler")
             raise ConfigError(f"the dataset {work.dataset} is empty")
     else:
         source = f"isl={work.isl}, osl={work.osl}, lengths={work.lengths}"
-        inputs = sampler.lengths(work.num_requests, work.isl, work.isl_spread, work.lengths)
-        outputs = sampler.lengths(work.num_requests, work.osl, work.osl_spread, work.lengths)
-        prompts = sampler.prompts(zip(inputs, outputs, strict=True))
+        prompts = sampler.prompts(sampler.lengths(work))
     info.check(prompts, source)
     return prompts
 

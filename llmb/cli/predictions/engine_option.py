@@ -1,0 +1,43 @@
+"""The engine of a prediction: --engine or --set engine=, and a line about the other where a command names none."""
+
+import argparse
+from collections.abc import Callable
+
+from llmb.errors import ConfigError
+from llmb.perfmodel.step_time.run_description import NATIVE
+
+
+def settings_with_engine(options: argparse.Namespace) -> list[str]:
+    """Return the --set settings of a training run, with the engine that --engine names."""
+    settings: list[str] = options.set
+    if options.engine is None:
+        return settings
+    if any(text.startswith("engine=") for text in settings):
+        raise ConfigError("--engine and --set engine= both name the engine; leave one of them out")
+    return [*settings, f"engine={options.engine}"]
+
+
+def other_engine_note(options: argparse.Namespace, engine: str, native_time: Callable[[], str]) -> str | None:
+    """Return which engine is predicted where a command with --model names none, and the time of this repository's.
+
+    `show --model` and `submit --model` run that one, so the same model would get two figures without a word. None: the
+    command names an engine, or a recipe row, whose engine is the one that published it.
+    """
+    is_named = options.engine is not None or any(text.startswith("engine=") for text in options.set)
+    if options.model is None or is_named or engine == NATIVE:
+        return None
+    try:
+        time = f": {native_time()} with the same settings"
+    except ConfigError as error:
+        time = f", which does not run this: {error}"
+    return (
+        f"engine {engine}, as none is named; `show` and `submit --model` run engine {NATIVE} (--engine {NATIVE}){time}"
+    )
+
+
+def print_note(note: str | None) -> None:
+    """Print a note, if there is one."""
+    from llmb.report.terminal.colour import print_report
+
+    if note is not None:
+        print_report(note)

@@ -1,0 +1,1 @@
+"""Samples of many requests: their times as columns, percentiles by selection."""
