@@ -260,7 +260,7 @@ def read_json(path: Path) -> Any:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_JSON_BYTES:
                 raise ConfigError(f"cannot read {path}: {size:,} bytes are more than the {MAX_JSON_BYTES:,} allowed")
-            if (hole := os.lseek(file.fileno(), 0, os.SEEK_HOLE)) < size:
+            if size and (hole := os.lseek(file.fileno(), 0, os.SEEK_HOLE)) < size:
                 raise ConfigError(f"{path} is not valid JSON: nothing is stored from byte {hole:,} on")
             file.seek(0)
             content = file.read()
