@@ -160,8 +160,8 @@ def summarize_trace(events: list[dict[str, Any]], device: str) -> dict[str, Any]
 
 def format_time_spent(rows: Sequence[TimeSpent], source: str) -> str:
     """Return the table of time by kind for the log."""
-    lines = [f"{row.kind:<20} {row.seconds_per_step:12.6f} {row.share:7.1%}" for row in rows]
-    return "\n".join([f"{'where the time went':<20} {'s per step':>12} {'share':>7}  ({source})", *lines])
+    lines = [f"{row.kind:<20} {row.seconds_per_step:12.6f} {row.share:9.1%}" for row in rows]
+    return "\n".join([f"{'where the time went':<20} {'s per step':>12} {'fraction':>9}  ({source})", *lines])
 
 
 def _interval(event: dict[str, Any], default: str) -> KernelInterval:

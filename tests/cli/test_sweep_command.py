@@ -130,7 +130,9 @@ def test_a_server_is_swept_over_http(server, tmp_path):
     for row in result["rows"]:
         assert row["output_tokens_per_s_per_gpu"] == pytest.approx(row["output_tokens_per_s"] / 2)
         assert row["ttft_ms"]["p50"] >= 30
-        assert row["tpot_ms"]["p50"] >= 4.5
+        assert row["tpot_ms"]["p50"] > 0
+        # The server's pauses. A busy client sees the first token late, and then a TPOT below the pause.
+        assert row["e2e_ms"]["p50"] >= 30 + 9 * 5
     (folder,) = (tmp_path / "sweeps").iterdir()
     assert {path.name for path in folder.iterdir()} >= {
         "sweep.json", "points.jsonl", "result.json", "sweep.svg", "sweep.csv", "points",

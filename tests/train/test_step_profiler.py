@@ -180,7 +180,7 @@ def test_profiled_run_reports_time_spent(trained, capsys) -> None:
     assert shares[COMMUNICATION] == 0
 
     out, err = capsys.readouterr()
-    head = "where the time went    s per step   share  (own times of CPU operations; idle is Python between them)"
+    head = "where the time went    s per step  fraction  (own times of CPU operations; idle is Python between them)"
     assert out.splitlines()[4 * 3] == head  # after the three lines of step 4
     assert err == ""
     with gzip.open(done.folder / "profile" / "trace.rank0.json.gz") as file:
@@ -200,7 +200,7 @@ def test_profiled_run_reports_time_spent(trained, capsys) -> None:
         (e.kind, e.seconds_per_step, e.share) for e in spent
     ]
     assert build(Result, json.loads(to_json(result))) == result
-    assert "where the time went  s per step  share" in summary(result)
+    assert "where the time went  s per step  fraction" in summary(result)
     assert "where the time went" not in summary(derive(config, plain.events()))
 
 
