@@ -11,7 +11,6 @@ import serve_http
 
 from llmb.config.native.request_lengths import Lengths
 from llmb.config.recipe import load_yaml
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_constants
@@ -19,6 +18,7 @@ from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import serving_rates
 from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.measured_device import measured_device

@@ -10,9 +10,9 @@ import numpy as np
 from accuracy import table
 
 from llmb.errors import LlmbError
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 
 CLIENTS = 3000  # requests of most of TensorRT-LLM's tables

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from llmb.config.spec import Parallel
-from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 LAYOUT = {field.name for field in fields(Parallel)}

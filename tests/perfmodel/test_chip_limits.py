@@ -9,10 +9,10 @@ from llmb.perfmodel.chip_limits import HIGHEST_CLOCK, StepAmount, bandwidth_ceil
 from llmb.perfmodel.explain.explanation import explain_serving, explain_training, step_amount, verdict_of
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
 from llmb.perfmodel.flops import train_flops_per_sequence
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.serving_bounds import L2_BYTES, ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.shapes.model_catalog import find_model
 
 
 def served(isl=1000, osl=100, concurrency=112, **fields):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.closed_loop import total
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving, serving_device
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.setup_fields import changed_device
 
 

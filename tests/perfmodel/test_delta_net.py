@@ -6,10 +6,10 @@ import pytest
 
 from llmb.errors import ConfigError
 from llmb.perfmodel.flops import forward_macs
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.params import kv_bytes_per_token, state_bytes_per_sequence
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.predictor import model_flops, predict
 from llmb.perfmodel.step_time.published_rows import parse_row
 from llmb.perfmodel.step_time.step_setup import StepSetup

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmb.errors import ConfigError
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.params import parameters
+from llmb.perfmodel.shapes.hf_shape import read_hf_shape
 from llmb.perfmodel.step_time.gemm_shapes import block_gemms
-from llmb.perfmodel.step_time.hf_shape import read_hf_shape
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 BASE = {
@@ -248,6 +248,7 @@ def test_layers_of_delta_nets_are_those_of_the_list_or_three_of_four(shape):
         {"mamba_d_state": 16, "model_type": "jamba"},
         {"is_encoder_decoder": True},
         {"layer_types": ["rwkv", "full_attention"]},
+        {"layer_types": ["mamba", "full_attention"]},
         {"model_type": "bert"},
         {"model_type": "jetmoe"},
         {"attn_type_list": [1, 0, 1, 1]},

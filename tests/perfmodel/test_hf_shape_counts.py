@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from llmb.errors import ConfigError
 from llmb.perfmodel.params import parameters
-from llmb.perfmodel.step_time.hf_shape import read_hf_shape
+from llmb.perfmodel.shapes.hf_shape import read_hf_shape
 
 # Towers and projections of images and sound, which are not counted.
 OTHER_TOWERS = {"gemma3", "git", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"}

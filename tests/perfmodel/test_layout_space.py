@@ -7,7 +7,7 @@ import pytest
 from llmb.config.parallel_layout import check_model, check_sequence
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
-from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.tune.fixed_fields import split_settings
 from llmb.perfmodel.tune.layout_space import check_fixed, layout_space

@@ -4,8 +4,8 @@ import pytest
 
 from llmb.errors import UnknownName
 from llmb.perfmodel.flops import train_flops_per_sequence
-from llmb.perfmodel.model_catalog import catalog_names, find_model
 from llmb.perfmodel.params import active_parameters, parameters
+from llmb.perfmodel.shapes.model_catalog import catalog_names, find_model
 from llmb.perfmodel.step_time.predictor import model_flops
 from llmb.perfmodel.step_time.step_setup import StepSetup
 

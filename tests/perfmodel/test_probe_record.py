@@ -7,7 +7,6 @@ import pytest
 
 from llmb.config.serialization import to_json
 from llmb.errors import ConfigError
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.offload.machine_rates import H200, machine_path, measured_rates, rates_path, read_rates
 from llmb.perfmodel.probe.bus_bandwidth import bandwidths_gbs, bus_factor
 from llmb.perfmodel.probe.model_gemms import model_gemms
@@ -20,6 +19,7 @@ from llmb.perfmodel.probe.probe_record import (
     spread,
     stored_probe,
 )
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.setup_fields import build_setup
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.published_rows import parse_row
 from llmb.perfmodel.step_time.recipe_settings import _recipes
 from llmb.perfmodel.step_time.step_setup import DTYPES

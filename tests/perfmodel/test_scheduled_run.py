@@ -6,7 +6,6 @@ from random import Random
 import pytest
 
 from llmb.config.native.request_lengths import sample_lengths
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.serving_time.scheduled_run import run_times, total
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving
@@ -14,6 +13,7 @@ from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import serving_rates
 from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.cluster_fabric import device
 
 LLAMA = ServingSetup(

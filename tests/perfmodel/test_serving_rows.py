@@ -3,10 +3,10 @@
 import pytest
 
 from llmb.errors import ConfigError
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.row_rules import FASTER, IMPOSSIBLE, REPEATED, SERIES, WAITED, left_out_rows
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_concurrencies, parse_serving_settings
 from llmb.perfmodel.serving_time.serving_rows import parse_serving_row, read_serving_rows
+from llmb.perfmodel.shapes.model_catalog import find_model
 
 LLAMA = {"model": "Llama-3.1-8B-Instruct-FP8", "backend": "vllm", "backend_version": "0.12.0", "system": "h200_sxm",
          "precision": "fp8", "isl": "1000", "osl": "100", "concurrency": "112", "tp": "1", "pp": "1",

@@ -6,9 +6,9 @@ import pytest
 
 from llmb.config.parallel_layout import check_serving
 from llmb.config.spec import Parallel
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.tune.serving_candidate import ServingFront
 from llmb.perfmodel.tune.serving_reasons import serving_changes, token_changes
 from llmb.perfmodel.tune.serving_search import PRECISION, search_serving

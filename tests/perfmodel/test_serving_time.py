@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmb.errors import ConfigError
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.cache_slots import cache_slots, request_bytes
 from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
@@ -28,6 +27,7 @@ from llmb.perfmodel.serving_time.serving_rows import read_serving_rows
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import active_experts, serving_rates
 from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.setup_fields import changed_device
 

@@ -6,12 +6,12 @@ import pytest
 
 from llmb.errors import ConfigError
 from llmb.perfmodel.flops import decode_flops, forward_macs
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.cache_slots import request_bytes
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_predictor import log_half_width, predict_serving, unproven_note
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 SPARSE = find_model("deepseek-v3.2")

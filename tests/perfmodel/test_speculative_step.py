@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.serving_time.cache_slots import cache_slots
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving, predict_speculation
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup, expected_tokens
 from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.serving_time.speculative_step import speculation, speculative_step
+from llmb.perfmodel.shapes.model_catalog import find_model
 from llmb.perfmodel.step_time.cluster_fabric import device
 
 PLAIN = ServingSetup(

@@ -13,8 +13,8 @@ from llmb.config.model import Model
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.block_costs import BLOCK_COSTS
-from llmb.perfmodel.model_catalog import find_model, run_shape
 from llmb.perfmodel.pipeline_schedule import bubble
+from llmb.perfmodel.shapes.model_catalog import find_model, run_shape
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
 from llmb.perfmodel.step_time.collective_time import Transfer, rank_traffic
 from llmb.perfmodel.step_time.fitted_constants import native_constants

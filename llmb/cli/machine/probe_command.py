@@ -161,8 +161,8 @@ def _machine(gpu: str, name: str, model: str) -> dict[str, Any]:
 def _model_shape(options: argparse.Namespace) -> Any:
     """Return the shape of the model that is named, or of the default one."""
     from llmb.errors import ConfigError
-    from llmb.perfmodel.model_catalog import ModelShape
-    from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
+    from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
+    from llmb.perfmodel.shapes.model_catalog import ModelShape
 
     if options.workload and options.model:
         raise ConfigError("name the model with --model or with -w, not with both")

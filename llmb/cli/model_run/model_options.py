@@ -50,7 +50,7 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     from llmb.config.huggingface.model_recipe import model_recipe, published_dtype
     from llmb.config.run_list import tasks_for
     from llmb.errors import ConfigError
-    from llmb.perfmodel.model_catalog import is_catalog_name
+    from llmb.perfmodel.shapes.model_catalog import is_catalog_name
 
     path, task = Path(options.model), options.task or "train"
     if not path.exists() and is_catalog_name(options.model):

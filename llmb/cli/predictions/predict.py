@@ -68,7 +68,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _names() -> list[str]:
-    from llmb.perfmodel.model_catalog import catalog_names
+    from llmb.perfmodel.shapes.model_catalog import catalog_names
 
     return sorted(set(catalog_names().values()))
 
@@ -159,8 +159,8 @@ def _model_setups(options: argparse.Namespace) -> list[Any]:
     from llmb.cli.predictions.engine_option import settings_with_engine
     from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
     from llmb.errors import ConfigError
+    from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
     from llmb.perfmodel.step_time.cluster_fabric import FABRICS
-    from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
     from llmb.perfmodel.step_time.setup_fields import build_setup, layout_gpus, parse_scales, parse_settings
 
     if options.size:

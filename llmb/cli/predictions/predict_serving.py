@@ -19,8 +19,8 @@ from llmb.perfmodel.serving_time.serving_predictor import (
     unproven_note,
 )
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
+from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
-from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.step_time.run_description import NATIVE
 from llmb.perfmodel.step_time.setup_fields import changed_device

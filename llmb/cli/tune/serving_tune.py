@@ -16,8 +16,8 @@ from llmb.perfmodel.serving_time.serving_constants import parse_engine
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings, serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
+from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
-from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.setup_fields import parse_scales
 from llmb.perfmodel.tune.serving_candidate import ServingCandidate
 from llmb.perfmodel.tune.serving_search import ServingSearch, search_serving

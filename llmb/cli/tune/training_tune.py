@@ -64,7 +64,7 @@ def _search(
 
 def _model_run(options: argparse.Namespace, settings: list[str]) -> StepSetup:
     """Return a description of any model; the batch is one sequence per GPU unless set."""
-    from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
+    from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
 
     if options.size:
         raise ConfigError("-s names a size of -w; with --model write the whole name, such as llama3.1-8b")

@@ -69,7 +69,7 @@ def _draft_model(target: Model, draft: str) -> Model:
         from llmb.config.huggingface.hf_config import load_hf_config
 
         return load_hf_config(Path(draft))
-    from llmb.perfmodel.model_catalog import catalog_names, find_model
+    from llmb.perfmodel.shapes.model_catalog import catalog_names, find_model
 
     try:
         shape = find_model(draft)

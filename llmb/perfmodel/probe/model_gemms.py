@@ -4,7 +4,7 @@ model_gemms(find_model("llama3.1-8b"), on_cpu=False) -> [(16384, 6144, 4096), ..
 """
 
 from llmb.perfmodel.block_costs import block_stack
-from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.gemm_shapes import block_gemms
 from llmb.perfmodel.step_time.setup_fields import build_setup
 

@@ -8,10 +8,10 @@ from llmb.config.native.request_lengths import Lengths, check_spread, prompt_ran
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import memory_bytes
-from llmb.perfmodel.model_catalog import ModelShape, run_shape
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.serving_time.serving_rows import DEFAULT_TOKENS, DTYPES, default_kv_dtype
 from llmb.perfmodel.serving_time.serving_setup import FRACTIONS, KV_DTYPES, WAVES, ServingSetup
+from llmb.perfmodel.shapes.model_catalog import ModelShape, run_shape
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.setup_fields import parse_fields
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from llmb.errors import ConfigError, LlmbError
-from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.serving_time.serving_constants import ENGINES, parse_engine
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
+from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
-from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 
 DTYPES = {"": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4", "mxfp4": "nvfp4"}
 MOST_RANKS = 16  # of one engine; published rows with more are disaggregated

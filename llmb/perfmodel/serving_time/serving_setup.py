@@ -10,9 +10,9 @@ from llmb.config.native.predicted_blocks import check_native_blocks
 from llmb.config.native.request_lengths import Lengths
 from llmb.config.native.speculation import MOST_DRAFTS
 from llmb.errors import ConfigError, UnknownName
-from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.serving_time.serving_constants import ENGINES, engine_generation
+from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 
 DTYPES = ("bf16", "fp8", "nvfp4")  # of the weights; nvfp4 also stands for mxfp4

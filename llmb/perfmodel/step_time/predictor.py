@@ -11,7 +11,7 @@ from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.flops import flops_breakdown
 from llmb.perfmodel.hardware import GB, GIB
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
-from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.fitted_constants import NATIVE_FILE, Constants, native_constants, read_interval
 from llmb.perfmodel.step_time.run_description import NATIVE, run_config

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, LlmbError
+from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
-from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.predictor import model_flops, peak_flops, step_memory
 from llmb.perfmodel.step_time.recipe_settings import with_recipe
 from llmb.perfmodel.step_time.setup_fields import parse_settings

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmb.config.recipe import load_yaml
 from llmb.config.spec import Override, RunConfig
-from llmb.perfmodel.model_catalog import ModelShape, find_model
+from llmb.perfmodel.shapes.model_catalog import ModelShape, find_model
 
 SETTINGS_FILE = Path(__file__).with_name("recipe_settings.yaml")
 IDENTITY = ("model", "gpu", "dtype", "gpus")  # of a recipe; the other fields are its settings

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, UnknownName
-from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.step_constants import ENGINES
 from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, StepSetup, parse_dtype

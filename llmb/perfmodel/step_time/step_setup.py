@@ -12,8 +12,8 @@ from llmb.config.parallel_layout import divisors
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
-from llmb.perfmodel.model_catalog import ModelShape, run_shape
 from llmb.perfmodel.offload.machine_rates import Rates as MachineRates
+from llmb.perfmodel.shapes.model_catalog import ModelShape, run_shape
 from llmb.perfmodel.step_time.native_formats import NativeFormats, native_formats
 
 # fp8: one scale per tensor; fp8-row: per row; fp8-block: per 128 values or 128 x 128 weights; fp8-mx: per 32 values

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from llmb.config.model import BLOCKS_BY_LETTER, Model
 from llmb.perfmodel.block_costs import BLOCK_COSTS, DELTA_CHUNK
-from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.params import BYTES
+from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.gemm_shapes import (
     ACCUMULATE_BYTES,
