@@ -174,9 +174,7 @@ def _model_setups(options: argparse.Namespace) -> list[Any]:
     if len(scales) == 1:
         return [build_setup(shape, gpu, scales[0], dtype, values)]
     ranks = layout_gpus(*(values.get(name, 1) for name in ("tp", "pp", "cp", "ep", "etp")))
-    usable = [scale for scale in scales if scale % ranks == 0]
-    if not usable:
-        raise ConfigError(f"no scale of {options.scale} is a multiple of {ranks}, the GPUs that the layout takes")
+    usable = _usable(options.scale, scales, ranks)
     return _curve(build_setup(shape, gpu, usable[0], dtype, values), usable)
 
 
@@ -192,7 +190,6 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
 
     from llmb.cli.predictions.engine_option import settings_with_engine
     from llmb.cli.recipe_row import native_row, published_row, split_engine
-    from llmb.errors import ConfigError
     from llmb.perfmodel.step_time.setup_fields import layout_gpus
     from llmb.perfmodel.step_time.step_setup import setup_of
 
@@ -202,10 +199,20 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     setup = replace(setup, engine=engine or setup.engine)
     split = setup.parallel
     ranks = layout_gpus(split.tp, split.pp, split.cp, split.ep, split.etp)
+    return _curve(setup, _usable(options.scale or "the recipe", scales, ranks))
+
+
+def _usable(text: str, scales: list[int], ranks: int) -> list[int]:
+    """Return the scales of a range that a layout of so many ranks can have; a list must have no others."""
+    from llmb.errors import ConfigError
+
     usable = [scale for scale in scales if scale % ranks == 0]
     if not usable:
-        raise ConfigError(f"the layout takes {ranks} GPUs; --scale must be a multiple of {ranks}")
-    return _curve(setup, usable)
+        raise ConfigError(f"no scale of {text} is a multiple of {ranks}, the GPUs that the layout takes")
+    skipped = [str(scale) for scale in scales if scale % ranks]
+    if skipped and ".." not in text:
+        raise ConfigError(f"--scale {', '.join(skipped)}: the layout takes a multiple of {ranks} GPUs")
+    return usable
 
 
 def _predict_rows(options: argparse.Namespace) -> int:

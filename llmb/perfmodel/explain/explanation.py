@@ -40,6 +40,7 @@ USUAL = {
     ("serving", "faster"): "prefix caching, speculative decoding, outputs that end early, prompt tokens counted too",
     ("serving", "slower"): "a load generator that is late, few requests, a host-bound engine, a lower power limit",
 }
+CONTRADICTION = 1.1  # times what clients with these latencies can receive: means of medians differ by less
 Verdict = Literal["possible", "impossible", "unknown"]
 
 
@@ -189,7 +190,25 @@ def explain_serving(subject: str, setup: ServingSetup, figures: ServedFigures) -
         causes=tuple(serving_causes(setup, figures)) if verdict == "impossible" else (),
         expected=tuple(expected),
         terms=pairs,
-        notes=(*_usual_reasons("serving", verdict, expected[0]), _plain_flops(setup, figures)),
+        notes=(
+            *_usual_reasons("serving", verdict, expected[0]),
+            *_contradiction(setup, figures),
+            _plain_flops(setup, figures),
+        ),
+    )
+
+
+def _contradiction(setup: ServingSetup, figures: ServedFigures) -> tuple[str, ...]:
+    """Return that the rate is more than so many requests at once can have with their latencies (Little's law)."""
+    if figures.latency_ms is None:
+        return ()
+    ttft_ms, tpot_ms = figures.latency_ms
+    most = setup.concurrency * setup.osl / (ttft_ms + (setup.osl - 1) * tpot_ms) * 1e3
+    if figures.output_tokens_per_s <= CONTRADICTION * most:
+        return ()
+    return (
+        f"the figures are not of one run: {setup.concurrency} requests at once with this TTFT and TPOT give at most "
+        f"{most:,.0f} output tokens/s",
     )
 
 

@@ -1,5 +1,6 @@
 """Likely causes of a figure above the limit of its chip: each is tried, and named if it makes the figure possible."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -30,13 +31,14 @@ def serving_causes(setup: ServingSetup, figures: ServedFigures) -> Iterator[str]
         yield f"prefix caching: at least {100 * hits:.0f} % of the prompt tokens were read from the cache, not computed"
     output = figures.output_tokens_per_s * setup.osl / (setup.isl + setup.osl)
     if possible(replace(figures, output_tokens_per_s=output)):
-        yield f"input and output tokens are counted: then {output:,.0f} tokens/s are output"
+        counted = f"{output:,.0f}" if output >= 10 else f"{output:.2g}"
+        yield f"input and output tokens are counted: then {counted} tokens/s are output"
     shorter = _least(
         lambda cut: possible(replace(figures, output_tokens_per_s=figures.output_tokens_per_s * (1 - cut)))
     )
-    if shorter is not None:
-        produced = (1 - shorter) * setup.osl
-        yield f"outputs end early and are counted as asked: at most {produced:.0f} of {setup.osl} tokens are possible"
+    produced = math.floor((1 - (shorter or 0.0)) * setup.osl)
+    if shorter is not None and 0 < produced < setup.osl:
+        yield f"outputs end early and are counted as asked: at most {produced} of {setup.osl} tokens are possible"
     if figures.latency_ms and not possible(figures) and possible(replace(figures, latency_ms=None)):
         yield "speculative decoding: several tokens of a request in one step"
     yield from _common(

@@ -5,7 +5,7 @@
 Both are lower bounds of the work: mixed steps may overlap them, so each must hold by itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.chip_limits import Ceiling, Limit, bandwidth_ceiling, compute_limit
@@ -28,14 +28,34 @@ class ServedFigures:
 
 def serving_limits(setup: ServingSetup, figures: ServedFigures) -> list[Limit]:
     """Return the limits of one GPU; none where its peaks are not known."""
-    limits = [_compute(setup, figures), _bandwidth(setup, figures), _decode_bandwidth(setup, figures)]
+    limits = [
+        _compute(setup, figures), _first_token(setup, figures), _bandwidth(setup, figures),
+        _decode_bandwidth(setup, figures),
+    ]  # fmt: skip
     return [limit for limit in limits if limit is not None]
 
 
 def _compute(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     """Limit of prefill and decode: every token passes all GEMMs of the layers, every output token the LM head."""
-    model, isl, osl = setup.shape.model, setup.isl * setup.length_ratio, setup.osl * setup.length_ratio
-    prompt = isl * (1 - figures.prefix_hit_rate)
+    osl = setup.osl * setup.length_ratio
+    low, bf16 = _request_flops(setup, osl, figures.prefix_hit_rate)
+    requests = figures.output_tokens_per_s / osl / setup.gpus
+    return compute_limit(low, bf16, requests, setup.gpu, setup.dtype)
+
+
+def _first_token(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
+    """Limit of TTFT: all GPUs of the engine compute the request's own prompt before its first token."""
+    if figures.latency_ms is None:
+        return None
+    low, bf16 = _request_flops(setup, 1.0, figures.prefix_hit_rate)
+    limit = compute_limit(low, bf16, MS / figures.latency_ms[0] / setup.gpus, setup.gpu, setup.dtype, is_short=True)
+    return None if limit is None else replace(limit, name="compute of a prompt before its first token")
+
+
+def _request_flops(setup: ServingSetup, osl: float, prefix_hit_rate: float) -> tuple[float, float]:
+    """Return the FLOPs of a request: of GEMMs of layers, and of attention and the LM head, in bf16."""
+    model, isl = setup.shape.model, setup.isl * setup.length_ratio
+    prompt = isl * (1 - prefix_hit_rate)
     token = score = decode_score = 0.0
     for _, count, block in block_stack(model):
         token += count * block.token_macs
@@ -44,9 +64,7 @@ def _compute(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     window = min(1.0, (setup.shape.window or isl) / isl) if setup.shape.window_layers else 1.0
     low = 2.0 * token * (prompt + osl - 1)
     attention = window * (score * prompt * (isl - prompt / 2) + decode_score * (osl - 1) * (isl + osl / 2))
-    bf16 = 2.0 * (model.hidden * model.vocab * osl + attention)
-    requests = figures.output_tokens_per_s / osl / setup.gpus
-    return compute_limit(low, bf16, requests, setup.gpu, setup.dtype)
+    return low, 2.0 * (model.hidden * model.vocab * osl + attention)
 
 
 def _bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
