@@ -362,3 +362,29 @@ def test_a_mistake_in_what_if_is_not_one_of_the_rows(llmb_run, tmp_path):
     code, out, err = llmb_run("predict", "--rows", path, "--what-if", "gpu.speed=2x")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "unknown field of --what-if" in err
+
+
+def test_a_curve_has_the_cost_where_prices_are_given(llmb_run):
+    curve = [*MODEL[:5], "--scale", "8,16", "--gpu-cost-per-hour", "2"]
+    costs = [point["energy"]["cost_per_million_tokens"] for point in json.loads(llmb_run(*curve, "--json")[1])]
+    lines = [line.split() for line in llmb_run(*curve)[1].splitlines() if line.strip()[:1].isdigit()]
+    assert [float(line[-1]) for line in lines] == pytest.approx(costs, rel=1e-3)
+    assert "cost/1M tokens" not in llmb_run(*curve[:-2])[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 64}, "num_key_value_heads=64 does not divide 32 attention heads"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 9},
+            "9 experts per token of 8; at most 8",
+        ),
+    ],
+)
+def test_a_config_json_that_contradicts_itself_is_refused(llmb_run, tmp_path, changes, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_8B | changes))
+    code, out, err = llmb_run("predict", "--model", path, "--gpu-type", "h100", "--scale", "8")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err

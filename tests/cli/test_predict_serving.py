@@ -197,3 +197,10 @@ def test_a_release_without_a_number_is_refused(llmb_run):
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "engine_version must be a release such as 0.13.0" in err
     assert llmb_run(*SERVE, "--set", "engine_version=v0.9.1")[0] == 0
+
+
+def test_a_curve_over_concurrency_has_the_cost_where_prices_are_given(llmb_run):
+    curve = [*SERVE[: SERVE.index("64")], "8,64", "--set", "tp=2", "--cost-per-kwh", "0.2"]
+    costs = [point["energy"]["cost_per_million_tokens"] for point in json.loads(llmb_run(*curve, "--json")[1])]
+    lines = [line.split() for line in llmb_run(*curve)[1].splitlines() if line.strip()[:1].isdigit()]
+    assert [float(line[-1]) for line in lines] == pytest.approx(costs, rel=1e-3)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmb.cli.explain.cost_options import add_cost_options, check_prices, energy_of
+from llmb.cli.explain.cost_options import add_cost_options, check_prices, cost_of, energy_of
 from llmb.cli.run_options import complete_with
 from llmb.cli.subcommand import command
 
@@ -118,7 +118,7 @@ def _predict_setups(options: argparse.Namespace) -> int:
         print(json.dumps(data[0] if len(data) == 1 else data))
         return 0
     if len(points) > 1:
-        print_report(describe_curve(points))
+        print_report(describe_curve(points, [cost_of(options, *_rate(*point)) for point in points]))
     else:
         print_report(describe_prediction(*points[0], predict(setups[0]) if on else None))
         _print_energy(options, *points[0])

@@ -139,6 +139,9 @@ def _required(config: dict[str, Any], name: str) -> int:
 
 def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     hidden, layers, heads, vocab = (_required(config, name) for name in REQUIRED)
+    kv_heads = _count(config, "num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ConfigError(f"config.json: num_key_value_heads={kv_heads} does not divide {heads} attention heads")
     experts = _experts(config, layers)
     gated = config.get("model_type") not in UNGATED
     ffn = _count(config, "intermediate_size_mlp", "intermediate_size") or (experts.ffn if experts else None)
@@ -152,7 +155,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         ffn=ffn or 4 * hidden,
         gated=gated,
         heads=heads,
-        kv_heads=_count(config, "num_key_value_heads") or heads,
+        kv_heads=kv_heads,
         head_dim=_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -227,6 +230,8 @@ def _experts(config: dict[str, Any], layers: int) -> MoEConfig | None:
         config.get("mlp_only_layers") or ()
     )
     top_k = _count(config, "num_experts_per_tok", "top_k_experts", "moe_top_k") or 1
+    if top_k > count:
+        raise ConfigError(f"config.json: {top_k} experts per token of {count}; at most {count}")
     latent = _count(config, "moe_latent_size")
     return MoEConfig(count=count, top_k=top_k, ffn=ffn, shared=shared, latent=latent, dense_layers=dense)
 
