@@ -388,3 +388,12 @@ def test_a_config_json_that_contradicts_itself_is_refused(llmb_run, tmp_path, ch
     code, out, err = llmb_run("predict", "--model", path, "--gpu-type", "h100", "--scale", "8")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert message in err
+
+
+@pytest.mark.parametrize(("gpu", "possible"), [("h100-pcie", "at most 2 GPUs"), ("gh200", "at most one GPU")])
+def test_gpus_without_a_known_network_say_how_many_can_be_predicted(llmb_run, gpu, possible):
+    code, out, err = llmb_run("predict", "--model", "llama3.1-8b", "--gpu-type", gpu, "--scale", "8")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert f"{possible} can be predicted" in err
+    last = llmb_run("predict", "--model", "llama3.1-8b", "--gpu-type", gpu, "--scale", "1")[1].splitlines()[-1]
+    assert last.endswith(" s on 1 GPU with the same settings")

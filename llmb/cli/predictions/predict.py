@@ -125,7 +125,8 @@ def _predict_setups(options: argparse.Namespace) -> int:
     first = setups[0]
 
     def native_time() -> str:
-        return f"{predict(replace(first, engine=NATIVE), on).step_time_s:.3f} s on {first.gpus} GPUs"
+        seconds = predict(replace(first, engine=NATIVE), on).step_time_s
+        return f"{seconds:.3f} s on {first.gpus} GPU{'s' if first.gpus > 1 else ''}"
 
     print_note(other_engine_note(options, first.engine, native_time))
     return 0
