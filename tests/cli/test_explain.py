@@ -219,3 +219,15 @@ def test_causes_of_requests_with_one_output_token_make_sense(llmb_run):
     assert data["verdict"] == "impossible"
     assert not [cause for cause in data["causes"] if "end early" in cause]
     assert "input and output tokens are counted: then 0.1 tokens/s are output" in data["causes"]
+
+
+def test_a_model_that_no_gpu_holds_is_impossible_not_refused(llmb_run):
+    claim = ["explain", "--model", "llama3.1-405b", "--gpu", "h100", "--isl", "1024", "--osl", "1024"]
+    code, out, _ = llmb_run(*claim, "--tokens-per-s", "100", "--json")
+    data = json.loads(out)
+    assert (code, data["verdict"], data["expected"]) == (0, "impossible", [])
+    assert [limit["name"] for limit in data["limits"] if limit["fraction"] > 1] == ["memory"]
+    assert data["causes"][0] == "weights split over 10 GPUs or more (tp, pp, ep), not 1"
+    assert data["notes"][0].startswith("not predicted: Llama-3.1-405B in bf16")
+    split = json.loads(llmb_run(*claim, "--tokens-per-s", "100", "--set", "tp=16", "--json")[1])
+    assert (split["verdict"], "memory" in [limit["name"] for limit in split["limits"]]) == ("possible", False)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmb.config.spec import Predicted
+from llmb.errors import ConfigError
 from llmb.perfmodel.chip_limits import Limit, StepAmount, training_limits
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
 from llmb.perfmodel.explain.published_matches import PublishedMatch
 from llmb.perfmodel.params import active_parameters
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
-from llmb.perfmodel.serving_time.serving_predictor import predict_serving
+from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.predictor import predict, spared_macs
 from llmb.perfmodel.step_time.run_description import run_model
@@ -160,7 +161,26 @@ def explain_serving(subject: str, setup: ServingSetup, figures: ServedFigures) -
     """Explain the figures of a serving run."""
     limits = serving_limits(setup, figures)
     verdict = verdict_of(limits)
-    prediction = predict_serving(setup)
+    prediction, refusal = _served_prediction(setup)
+    expected = [] if prediction is None else _served_expected(prediction, figures)
+    return Explanation(
+        subject=subject,
+        verdict=verdict,
+        limits=tuple(limits),
+        causes=tuple(serving_causes(setup, figures)) if verdict == "impossible" else (),
+        expected=tuple(expected),
+        terms=() if prediction is None else _served_terms(prediction),
+        notes=(
+            *refusal,
+            *(_usual_reasons("serving", verdict, expected[0]) if expected else ()),
+            *_contradiction(setup, figures),
+            _plain_flops(setup, figures),
+        ),
+    )
+
+
+def _served_expected(prediction: ServingPrediction, figures: ServedFigures) -> list[Expected]:
+    """Return every measured figure beside its prediction, the rate first."""
     measured = {"output_tokens_per_s": figures.output_tokens_per_s}
     if figures.latency_ms is not None:
         measured |= dict(zip(("ttft_ms", "tpot_ms"), figures.latency_ms, strict=True))
@@ -177,25 +197,24 @@ def explain_serving(subject: str, setup: ServingSetup, figures: ServedFigures) -
                 within=low <= value <= high,
             )
         )  # fmt: skip
-    pairs = tuple(
+    return expected
+
+
+def _served_terms(prediction: ServingPrediction) -> tuple[TermPair, ...]:
+    return tuple(
         TermPair(kind=f"{phase.replace('_', ' ')}: {name.replace('_', ' ')}", measured_s=None, predicted_s=seconds)
         for phase in ("decode_step", "prefill")
         for name, seconds in prediction.terms[phase].items()
         if seconds
     )
-    return Explanation(
-        subject=subject,
-        verdict=verdict,
-        limits=tuple(limits),
-        causes=tuple(serving_causes(setup, figures)) if verdict == "impossible" else (),
-        expected=tuple(expected),
-        terms=pairs,
-        notes=(
-            *_usual_reasons("serving", verdict, expected[0]),
-            *_contradiction(setup, figures),
-            _plain_flops(setup, figures),
-        ),
-    )
+
+
+def _served_prediction(setup: ServingSetup) -> tuple[ServingPrediction | None, tuple[str, ...]]:
+    """Return the prediction, or why there is none."""
+    try:
+        return predict_serving(setup), ()
+    except ConfigError as error:
+        return None, (f"not predicted: {error}",)
 
 
 def _contradiction(setup: ServingSetup, figures: ServedFigures) -> tuple[str, ...]:

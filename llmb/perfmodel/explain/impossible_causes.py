@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from llmb.perfmodel.chip_limits import BURST, SPREAD, SUSTAINED, Limit, StepAmount, training_limits
 from llmb.perfmodel.hardware import GPUS
-from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
+from llmb.perfmodel.serving_time.serving_bounds import MEMORY, ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 
@@ -26,6 +26,11 @@ def serving_causes(setup: ServingSetup, figures: ServedFigures) -> Iterator[str]
     def possible(changed: ServedFigures) -> bool:
         return holds(serving_limits(setup, changed))
 
+    limits = serving_limits(setup, figures)
+    for limit in limits:
+        if limit.name == MEMORY:
+            ranks = setup.gpus * math.ceil(limit.fraction)
+            yield f"weights split over {ranks} GPUs or more (tp, pp, ep), not {setup.gpus}"
     hits = _least(lambda rate: possible(replace(figures, prefix_hit_rate=rate)))
     if hits is not None:
         yield f"prefix caching: at least {100 * hits:.0f} % of the prompt tokens were read from the cache, not computed"
@@ -44,7 +49,7 @@ def serving_causes(setup: ServingSetup, figures: ServedFigures) -> Iterator[str]
     yield from _common(
         setup.gpu,
         setup.dtype,
-        serving_limits(setup, figures),
+        limits,
         lambda gpu, dtype: serving_limits(replace(setup, gpu=gpu, dtype=dtype), figures),
     )
     for factor in MORE_GPUS:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.chip_limits import Ceiling, Limit, bandwidth_ceiling, compute_limit
-from llmb.perfmodel.hardware import GB
+from llmb.perfmodel.hardware import GB, GIB, gpu
+from llmb.perfmodel.serving_time.cache_slots import request_bytes, resident_bytes
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import ServingWork, serving_work
 
 MS = 1e3
+MEMORY = "memory"
 L2_BYTES = 128 * 2**20  # the largest L2 cache of the GPUs in the table: B200, 126 MB
 
 
@@ -29,10 +31,20 @@ class ServedFigures:
 def serving_limits(setup: ServingSetup, figures: ServedFigures) -> list[Limit]:
     """Return the limits of one GPU; none where its peaks are not known."""
     limits = [
-        _compute(setup, figures), _first_token(setup, figures), _bandwidth(setup, figures),
+        _memory(setup), _compute(setup, figures), _first_token(setup, figures), _bandwidth(setup, figures),
         _decode_bandwidth(setup, figures),
     ]  # fmt: skip
     return [limit for limit in limits if limit is not None]
+
+
+def _memory(setup: ServingSetup) -> Limit | None:
+    """Limit of memory, where the weights of a rank and the cache of one request exceed that of its GPU."""
+    capacity = gpu(setup.gpu).memory_bytes or setup.gpu_memory_bytes
+    work = serving_work(setup)
+    needed = resident_bytes(setup, work) + request_bytes(setup, work)
+    if capacity is None or needed <= capacity:
+        return None
+    return Limit(name=MEMORY, needed=needed / GIB, limit=capacity / GIB, unit="GiB/GPU", basis="memory of the GPU")
 
 
 def _compute(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
