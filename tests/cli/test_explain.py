@@ -231,3 +231,13 @@ def test_a_model_that_no_gpu_holds_is_impossible_not_refused(llmb_run):
     assert data["notes"][0].startswith("not predicted: Llama-3.1-405B in bf16")
     split = json.loads(llmb_run(*claim, "--tokens-per-s", "100", "--set", "tp=16", "--json")[1])
     assert (split["verdict"], "memory" in [limit["name"] for limit in split["limits"]]) == ("possible", False)
+
+
+def test_a_training_layout_that_does_not_fit_is_named(llmb_run):
+    claim = ["explain", "--model", "llama3.1-70b", "--gpu", "h100", "--step-time-s", "4", "--json"]
+    notes, sharded = (
+        json.loads(llmb_run(*claim, *more)[1])["notes"]
+        for more in (["--scale", "8"], ["--scale", "64", "--set", "fsdp=true", "--set", "tp=4"])
+    )
+    assert "the layout does not fit as described: memory estimate 447 of 79 GiB" in notes[0]
+    assert not [note for note in sharded if "does not fit" in note]

@@ -13,6 +13,7 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.chip_limits import Limit, StepAmount, training_limits
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
 from llmb.perfmodel.explain.published_matches import PublishedMatch
+from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.params import active_parameters
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
@@ -114,11 +115,13 @@ def explain_training(
     amount = replace(step_amount(setup), gpu=gpu or setup.gpu)
     limits = training_limits(amount, step_time_s)
     verdict = verdict_of(limits)
+    memory: tuple[str, ...] = ()
     if predicted is not None and predicted.value is not None and predicted.interval_80 is not None:
         value, (low, high), terms = predicted.value, predicted.interval_80, predicted.terms
     else:
         prediction = predict(setup)
         value, (low, high), terms = prediction.step_time_s, prediction.interval_80, prediction.terms
+        memory = _too_much_memory(setup, prediction.memory_gib)
     expected = Expected(
         metric="step_time_s", measured=step_time_s, predicted=value, interval_80=(low, high),
         ratio=value / step_time_s, within=low <= step_time_s <= high,
@@ -130,7 +133,18 @@ def explain_training(
         causes=tuple(training_causes(amount, step_time_s, setup.ga)) if verdict == "impossible" else (),
         expected=(expected,),
         terms=_term_pairs(terms, measured_terms, step_time_s),
-        notes=_usual_reasons("training", verdict, expected),
+        notes=(*memory, *_usual_reasons("training", verdict, expected)),
+    )
+
+
+def _too_much_memory(setup: StepSetup, memory_gib: float) -> tuple[str, ...]:
+    """Return that a layout does not fit, by an estimate that is no proof."""
+    capacity = setup.gpu_memory_bytes
+    if capacity is None or memory_gib * GIB <= capacity:
+        return ()
+    return (
+        f"the layout does not fit as described: memory estimate {memory_gib:,.0f} of {capacity / GIB:.0f} GiB; state "
+        "how it is split (--set fsdp=true, tp=, pp=, recompute=full)",
     )
 
 
