@@ -27,6 +27,7 @@ BURST = {"fp32": 0.94, "bf16": 0.94, "fp8": 0.80, "nvfp4": 0.80}  # 925 and 1,58
 HIGHEST_CLOCK = 1.09
 BY_MEASUREMENT = "the most measured in whole steps on an H200 of 700 W, and 5 % more for other chips"
 BY_PEAK = "dense peak at the highest clock; what the chip sustains was not measured"
+BY_SHORT_PEAK = "dense peak at the highest clock, as a prompt is too short for clocks to fall"
 BY_NOMINAL = "nominal bandwidth"
 
 
@@ -68,10 +69,11 @@ class Ceiling:
     basis: str
 
 
-def flops_ceiling(gpu_type: str, dtype: str) -> Ceiling | None:
+def flops_ceiling(gpu_type: str, dtype: str, is_short: bool = False) -> Ceiling | None:
     """Return the FLOP/s that no run of GEMMs of a dtype exceeds, in bf16 where the GPU has no such units.
 
-    None: no peak is published, or clocks far above those of the data sheet are usual (GeForce).
+    `is_short`: work of milliseconds, during which clocks need not fall. None: no peak is published, or clocks far above
+    those of the data sheet are usual (GeForce).
     """
     peaks = gpu(gpu_type).peak_flops
     if gpu_type not in FABRICS:
@@ -79,6 +81,8 @@ def flops_ceiling(gpu_type: str, dtype: str) -> Ceiling | None:
     kind, fabric, measured = dtype if dtype in peaks else "bf16", FABRICS[gpu_type], FABRICS[MEASURED]
     sustained = gpu(MEASURED).peak_flops[kind] * SUSTAINED[kind] * SPREAD if kind in gpu(MEASURED).peak_flops else 0.0
     highest = peaks[kind] * HIGHEST_CLOCK
+    if is_short:
+        return Ceiling(rate=highest, basis=BY_SHORT_PEAK)
     if fabric.family == measured.family and fabric.watts <= measured.watts and sustained < highest:
         return Ceiling(rate=sustained, basis=BY_MEASUREMENT)
     return Ceiling(rate=highest, basis=BY_PEAK)
@@ -90,12 +94,14 @@ def bandwidth_ceiling(gpu_type: str) -> Ceiling | None:
     return None if bandwidth is None else Ceiling(rate=bandwidth, basis=BY_NOMINAL)
 
 
-def compute_limit(low: float, bf16: float, per_s: float, gpu_type: str, dtype: str) -> Limit | None:
+def compute_limit(
+    low: float, bf16: float, per_s: float, gpu_type: str, dtype: str, is_short: bool = False
+) -> Limit | None:
     """Return the limit of work with `low` FLOPs in the dtype and `bf16` FLOPs beside them, done `per_s` times a second.
 
     Its limit is the rate of both kinds one after the other. None: the peaks of the GPU are not known.
     """
-    low_ceiling, bf16_ceiling = flops_ceiling(gpu_type, dtype), flops_ceiling(gpu_type, "bf16")
+    low_ceiling, bf16_ceiling = flops_ceiling(gpu_type, dtype, is_short), flops_ceiling(gpu_type, "bf16", is_short)
     if low_ceiling is None or bf16_ceiling is None:
         return None
     limit = (low + bf16) / (low / low_ceiling.rate + bf16 / bf16_ceiling.rate)

@@ -192,3 +192,53 @@ def test_a_wrong_request_is_one_line(llmb_run, arguments, message):
     assert code == 1
     assert err.count("\n") == 1
     assert message in err
+
+
+PROMPT = ["explain", "--model", "llama3.1-8b", "--dtype", "fp8", "--gpu", "h100", "--isl", "8000", "--osl", "100"]
+
+
+def test_a_first_token_before_its_prompt_can_be_computed_is_impossible(llmb_run):
+    """8,000 tokens are 129 TFLOP: 60 ms at the peak of an H100 and its highest clock."""
+    latencies = ["--concurrency", "1", "--tpot-ms", "10", "--ttft-ms"]
+    cached, computed = (json.loads(llmb_run(*PROMPT, *latencies, ttft, "--json")[1]) for ttft in ("10", "120"))
+    assert (cached["verdict"], computed["verdict"]) == ("impossible", "possible")
+    exceeded = [limit["name"] for limit in cached["limits"] if limit["fraction"] > 1]
+    assert exceeded == ["compute of a prompt before its first token"]
+    assert cached["causes"][0].startswith("prefix caching: at least 8")
+
+
+def test_a_rate_that_its_latencies_do_not_give_is_named(llmb_run):
+    figures = ["--concurrency", "4", "--ttft-ms", "200", "--tpot-ms", "11", "--tokens-per-s"]
+    agreeing, contradicting = (llmb_run(*PROMPT, *figures, rate)[1] for rate in ("300", "900"))
+    assert "not of one run" not in agreeing
+    assert "4 requests at once with this TTFT and TPOT give at most 310 output tokens/s" in contradicting
+
+
+def test_causes_of_requests_with_one_output_token_make_sense(llmb_run):
+    single = ["explain", "--model", "llama3.1-8b", "--gpu", "h100", "--isl", "1000", "--osl", "1", "--concurrency", "4"]
+    data = json.loads(llmb_run(*single, "--tokens-per-s", "100", "--json")[1])
+    assert data["verdict"] == "impossible"
+    assert not [cause for cause in data["causes"] if "end early" in cause]
+    assert "input and output tokens are counted: then 0.1 tokens/s are output" in data["causes"]
+
+
+def test_a_model_that_no_gpu_holds_is_impossible_not_refused(llmb_run):
+    claim = ["explain", "--model", "llama3.1-405b", "--gpu", "h100", "--isl", "1024", "--osl", "1024"]
+    code, out, _ = llmb_run(*claim, "--tokens-per-s", "100", "--json")
+    data = json.loads(out)
+    assert (code, data["verdict"], data["expected"]) == (0, "impossible", [])
+    assert [limit["name"] for limit in data["limits"] if limit["fraction"] > 1] == ["memory"]
+    assert data["causes"][0] == "weights split over 10 GPUs or more (tp, pp, ep), not 1"
+    assert data["notes"][0].startswith("not predicted: Llama-3.1-405B in bf16")
+    split = json.loads(llmb_run(*claim, "--tokens-per-s", "100", "--set", "tp=16", "--json")[1])
+    assert (split["verdict"], "memory" in [limit["name"] for limit in split["limits"]]) == ("possible", False)
+
+
+def test_a_training_layout_that_does_not_fit_is_named(llmb_run):
+    claim = ["explain", "--model", "llama3.1-70b", "--gpu", "h100", "--step-time-s", "4", "--json"]
+    notes, sharded = (
+        json.loads(llmb_run(*claim, *more)[1])["notes"]
+        for more in (["--scale", "8"], ["--scale", "64", "--set", "fsdp=true", "--set", "tp=4"])
+    )
+    assert "the layout does not fit as described: memory estimate 447 of 79 GiB" in notes[0]
+    assert not [note for note in sharded if "does not fit" in note]

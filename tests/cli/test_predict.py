@@ -142,7 +142,7 @@ def test_rows_of_a_file_come_back_in_order_with_reasons(llmb_run, tmp_path):
         (["predict", "--model", "llama3.1-8b", "--scale", "8"], "--model needs --gpu-type (a100, a100-40gb"),
         (["predict", "--model", "llama3.1-8b", "--gpu-type", "h900", "--scale", "8"], "did you mean h"),
         ([*MODEL, "--set", "tpp=2"], "did you mean tp?"),
-        ([*MODEL, "--set", "tp=3"], "tp x pp x cp = 3 does not divide 8 GPUs; use a multiple of 3"),
+        ([*MODEL, "--set", "tp=16"], "tp x pp x cp = 16 does not divide 8 GPUs; use a multiple of 16"),
         ([*MODEL, "--set", "tp=-1"], "tp must be a whole number, 1 or more, got '-1'"),
         ([*MODEL, "--set", "engine=vllm"], "choices are: megatron"),
         ([*MODEL, "--dtype", "int4"], "choices are: bf16, fp8, fp8-row, fp8-block, fp8-mx, nvfp4"),
@@ -322,3 +322,78 @@ def test_a_file_of_rows_takes_no_option_that_describes_one_run(llmb_run, tmp_pat
     code, out, err = llmb_run("predict", "--rows", path, "--task", task, *option)
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert f"{option[0]} has no effect with --rows" in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["cp=64", "seqlen=32"], "cp 64 does not divide sequences of 32 tokens"),
+        (["tp=3"], "tp 3 does not divide 32 attention heads; possible: "),
+        (["recompute_layers=99"], "recompute_layers 99: at most 32 of the 32 layers"),
+        (["recompute=full", "offload_layers=1"], "offload_layers 1: at most 0 of the 32 layers"),
+        (["recompute=selective", "recompute_layers=2"], "recompute_layers has no effect with recompute=selective"),
+        (["dispatcher=deepep"], "dispatcher has no effect: Llama-3.1-8B has no experts"),
+    ],
+)
+def test_settings_that_are_impossible_or_change_nothing_are_refused(llmb_run, settings, message):
+    model = ["predict", "--model", "llama3.1-8b", "--gpu-type", "h100", "--scale", "64"]
+    code, out, err = llmb_run(*model, *(part for text in settings for part in ("--set", text)))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
+def test_an_expert_split_that_is_impossible_names_the_possible_ones(llmb_run):
+    model = ["predict", "--model", "mixtral-8x7b", "--gpu-type", "h100", "--scale", "64", "--set", "ep=16"]
+    assert "ep 16 does not divide 8 experts; possible: [2, 4, 8]" in llmb_run(*model)[2]
+
+
+def test_listed_scales_that_a_layout_cannot_have_are_refused_and_those_of_a_range_left_out(llmb_run):
+    model = ["predict", "--model", "llama3.1-8b", "--gpu-type", "h100", "--set", "tp=8", "--set", "pp=2"]
+    code, out, err = llmb_run(*model, "--scale", "4,8,16")
+    assert (code, out, err) == (1, "", "ERROR: --scale 4, 8: the layout takes a multiple of 16 GPUs\n")
+    code, out, err = llmb_run(*model, "--scale", "4..32")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines() if line.strip()[:1].isdigit()] == ["16", "32"]
+
+
+def test_a_mistake_in_what_if_is_not_one_of_the_rows(llmb_run, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("model,gpu,dtype,gpus,seqlen,gbs,mbs,tp\nllama3.1-8b,h100,bf16,8,4096,8,1,1\n")
+    code, out, err = llmb_run("predict", "--rows", path, "--what-if", "gpu.speed=2x")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "unknown field of --what-if" in err
+
+
+def test_a_curve_has_the_cost_where_prices_are_given(llmb_run):
+    curve = [*MODEL[:5], "--scale", "8,16", "--gpu-cost-per-hour", "2"]
+    costs = [point["energy"]["cost_per_million_tokens"] for point in json.loads(llmb_run(*curve, "--json")[1])]
+    lines = [line.split() for line in llmb_run(*curve)[1].splitlines() if line.strip()[:1].isdigit()]
+    assert [float(line[-1]) for line in lines] == pytest.approx(costs, rel=1e-3)
+    assert "cost/1M tokens" not in llmb_run(*curve[:-2])[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 64}, "num_key_value_heads=64 does not divide 32 attention heads"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 9},
+            "9 experts per token of 8; at most 8",
+        ),
+    ],
+)
+def test_a_config_json_that_contradicts_itself_is_refused(llmb_run, tmp_path, changes, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_8B | changes))
+    code, out, err = llmb_run("predict", "--model", path, "--gpu-type", "h100", "--scale", "8")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(("gpu", "possible"), [("h100-pcie", "at most 2 GPUs"), ("gh200", "at most one GPU")])
+def test_gpus_without_a_known_network_say_how_many_can_be_predicted(llmb_run, gpu, possible):
+    code, out, err = llmb_run("predict", "--model", "llama3.1-8b", "--gpu-type", gpu, "--scale", "8")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert f"{possible} can be predicted" in err
+    last = llmb_run("predict", "--model", "llama3.1-8b", "--gpu-type", gpu, "--scale", "1")[1].splitlines()[-1]
+    assert last.endswith(" s on 1 GPU with the same settings")

@@ -190,3 +190,17 @@ def test_a_served_model_without_an_engine_names_both(llmb_run):
     assert last.startswith("engine vllm, as none is named")
     assert f"E2E {native['e2e_ms']:,.1f} ms at concurrency 64" in last
     assert "as none is named" not in llmb_run(*SERVE)[1]
+
+
+def test_a_release_without_a_number_is_refused(llmb_run):
+    code, out, err = llmb_run(*SERVE, "--set", "engine_version=newest")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "engine_version must be a release such as 0.13.0" in err
+    assert llmb_run(*SERVE, "--set", "engine_version=v0.9.1")[0] == 0
+
+
+def test_a_curve_over_concurrency_has_the_cost_where_prices_are_given(llmb_run):
+    curve = [*SERVE[: SERVE.index("64")], "8,64", "--set", "tp=2", "--cost-per-kwh", "0.2"]
+    costs = [point["energy"]["cost_per_million_tokens"] for point in json.loads(llmb_run(*curve, "--json")[1])]
+    lines = [line.split() for line in llmb_run(*curve)[1].splitlines() if line.strip()[:1].isdigit()]
+    assert [float(line[-1]) for line in lines] == pytest.approx(costs, rel=1e-3)

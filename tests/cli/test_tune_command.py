@@ -251,3 +251,22 @@ def test_proxies_are_really_measured(llmb_run):
     data = json.loads(out)
     assert code == 0
     assert all(run["status"] == "ok" and run["tokens_per_s"] > 0 for run in data["measured"])
+
+
+def test_an_engine_is_named_alike_for_training_and_serving(llmb_run):
+    model = ["tune", "--model", "llama3.1-8b", "--gpu-type", "h100", "--scale", "8"]
+    option, setting = (
+        json.loads(llmb_run(*model, *engine, "--json")[1])
+        for engine in (["--engine", "native"], ["--set", "engine=native"])
+    )
+    assert option["best"] == setting["best"]
+    assert option["engine"] == "native"
+    assert llmb_run(*model)[1].splitlines()[-1].startswith("engine megatron-bridge, as none is named")
+    assert "as none is named" not in llmb_run(*model, "--engine", "native")[1]
+
+
+def test_served_weights_have_the_dtype_of_their_checkpoint(llmb_run):
+    load = ["--task", "serve", "--model", "gpt-oss-120b", "--engine", "vllm", "--gpu-type", "h100", "--isl", "512"]
+    tuned = json.loads(llmb_run("tune", *load, "--osl", "64", "--scale", "1", "--json")[1])
+    predicted = json.loads(llmb_run("predict", *load, "--osl", "64", "--concurrency", "1", "--json")[1])
+    assert tuned["dtype"] == predicted["dtype"] == "nvfp4"

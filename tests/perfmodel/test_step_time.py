@@ -394,7 +394,7 @@ def test_rows_without_a_needed_cell_say_which():
     cells = {"model": "llama3.1", "size": "8b", "gpu": "h100", "dtype": "bf16", "gpus": "8", "seqlen": "8192"}
     assert parse_row(cells).reason == "no mbs"
     assert parse_row(cells | {"mbs": "1"}).reason == "no layout"
-    assert parse_row(cells | {"mbs": "1", "tp": "two"}).reason == "tp must be a whole number, got 'two'"
+    assert parse_row(cells | {"mbs": "1", "tp": "two"}).reason == "tp must be a whole number, 1 or more, got 'two'"
     assert parse_row(cells | {"model": "nobody"}).reason == "unknown model 'nobody-8b'"
     row = parse_row(cells | {"mbs": "1", "tp": "1", "gbs": "128", "tokens_per_s": "85459"})
     assert row.step_time_s == pytest.approx(128 * 8192 / 85459)

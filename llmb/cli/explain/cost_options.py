@@ -35,6 +35,12 @@ def energy_of(options: argparse.Namespace, gpu: str, gpus: int, tokens_per_s: fl
     return energy_cost(gpus, tokens_per_s, prices, options.tokens)
 
 
+def cost_of(options: argparse.Namespace, gpu: str, gpus: int, tokens_per_s: float) -> float | None:
+    """Return the cost of a million tokens; None: no price is given."""
+    energy = energy_of(options, gpu, gpus, tokens_per_s)
+    return None if energy is None else energy.cost_per_million_tokens
+
+
 def check_prices(options: argparse.Namespace) -> None:
     """Refuse prices, power and tokens that are not above zero."""
     from llmb.errors import ConfigError

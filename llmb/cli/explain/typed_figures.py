@@ -50,8 +50,9 @@ def _serving(options: argparse.Namespace) -> Explanation:
         shape, options.gpu_type, dtype, engine, (options.isl, options.osl), options.concurrency or MOST_CLIENTS,
         parse_serving_settings(options.set), stored_rates(options.gpu_type, engine == "native", dtype),
     )  # fmt: skip
-    explanation = explain_serving(_serving_subject(options, setup), setup, _served(options, setup))
-    rate = explanation.expected[0].measured / setup.gpus
+    figures = _served(options, setup)
+    explanation = explain_serving(_serving_subject(options, setup), setup, figures)
+    rate = figures.output_tokens_per_s / setup.gpus
     lengths = (options.isl, options.osl)
     matches = serving_matches(load_recipes().values(), shape.model, setup.gpu, setup.dtype, lengths, rate)
     return replace(explanation, published=tuple(matches))

@@ -17,7 +17,9 @@ def settings_with_engine(options: argparse.Namespace) -> list[str]:
     return [*settings, f"engine={options.engine}"]
 
 
-def other_engine_note(options: argparse.Namespace, engine: str, native_time: Callable[[], str]) -> str | None:
+def other_engine_note(
+    options: argparse.Namespace, engine: str, native_time: Callable[[], str] | None = None
+) -> str | None:
     """Return which engine is predicted where a command with --model names none, and the time of this repository's.
 
     `show --model` and `submit --model` run that one, so the same model would get two figures without a word. None: the
@@ -27,7 +29,7 @@ def other_engine_note(options: argparse.Namespace, engine: str, native_time: Cal
     if options.model is None or is_named or engine == NATIVE:
         return None
     try:
-        time = f": {native_time()} with the same settings"
+        time = f": {native_time()} with the same settings" if native_time else ""
     except ConfigError as error:
         time = f", which does not run this: {error}"
     return (

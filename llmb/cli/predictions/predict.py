@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmb.cli.explain.cost_options import add_cost_options, check_prices, energy_of
+from llmb.cli.explain.cost_options import add_cost_options, check_prices, cost_of, energy_of
 from llmb.cli.run_options import complete_with
 from llmb.cli.subcommand import command
 
@@ -118,14 +118,15 @@ def _predict_setups(options: argparse.Namespace) -> int:
         print(json.dumps(data[0] if len(data) == 1 else data))
         return 0
     if len(points) > 1:
-        print_report(describe_curve(points))
+        print_report(describe_curve(points, [cost_of(options, *_rate(*point)) for point in points]))
     else:
         print_report(describe_prediction(*points[0], predict(setups[0]) if on else None))
         _print_energy(options, *points[0])
     first = setups[0]
 
     def native_time() -> str:
-        return f"{predict(replace(first, engine=NATIVE), on).step_time_s:.3f} s on {first.gpus} GPUs"
+        seconds = predict(replace(first, engine=NATIVE), on).step_time_s
+        return f"{seconds:.3f} s on {first.gpus} GPU{'s' if first.gpus > 1 else ''}"
 
     print_note(other_engine_note(options, first.engine, native_time))
     return 0
@@ -174,9 +175,7 @@ def _model_setups(options: argparse.Namespace) -> list[Any]:
     if len(scales) == 1:
         return [build_setup(shape, gpu, scales[0], dtype, values)]
     ranks = layout_gpus(*(values.get(name, 1) for name in ("tp", "pp", "cp", "ep", "etp")))
-    usable = [scale for scale in scales if scale % ranks == 0]
-    if not usable:
-        raise ConfigError(f"no scale of {options.scale} is a multiple of {ranks}, the GPUs that the layout takes")
+    usable = _usable(options.scale, scales, ranks)
     return _curve(build_setup(shape, gpu, usable[0], dtype, values), usable)
 
 
@@ -192,7 +191,6 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
 
     from llmb.cli.predictions.engine_option import settings_with_engine
     from llmb.cli.recipe_row import native_row, published_row, split_engine
-    from llmb.errors import ConfigError
     from llmb.perfmodel.step_time.setup_fields import layout_gpus
     from llmb.perfmodel.step_time.step_setup import setup_of
 
@@ -202,10 +200,20 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     setup = replace(setup, engine=engine or setup.engine)
     split = setup.parallel
     ranks = layout_gpus(split.tp, split.pp, split.cp, split.ep, split.etp)
+    return _curve(setup, _usable(options.scale or "the recipe", scales, ranks))
+
+
+def _usable(text: str, scales: list[int], ranks: int) -> list[int]:
+    """Return the scales of a range that a layout of so many ranks can have; a list must have no others."""
+    from llmb.errors import ConfigError
+
     usable = [scale for scale in scales if scale % ranks == 0]
     if not usable:
-        raise ConfigError(f"the layout takes {ranks} GPUs; --scale must be a multiple of {ranks}")
-    return _curve(setup, usable)
+        raise ConfigError(f"no scale of {text} is a multiple of {ranks}, the GPUs that the layout takes")
+    skipped = [str(scale) for scale in scales if scale % ranks]
+    if skipped and ".." not in text:
+        raise ConfigError(f"--scale {', '.join(skipped)}: the layout takes a multiple of {ranks} GPUs")
+    return usable
 
 
 def _predict_rows(options: argparse.Namespace) -> int:

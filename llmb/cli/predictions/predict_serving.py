@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
-from llmb.cli.explain.cost_options import energy_of
+from llmb.cli.explain.cost_options import cost_of, energy_of
 from llmb.cli.predictions.engine_option import other_engine_note, print_note
 from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.config.spec import Inference
@@ -42,7 +42,8 @@ def run_serving(options: argparse.Namespace) -> int:
         print(json.dumps(data[0] if len(data) == 1 else data))
         return 0
     if len(points) > 1:
-        print_report(describe_serving_curve(points))
+        costs = [cost_of(options, setup.gpu, setup.gpus, p.output_tokens_per_s) for setup, p in points]
+        print_report(describe_serving_curve(points, costs))
     else:
         print_report(describe_serving(*points[0], predict_serving(setups[0]) if on else None))
         if (energy := _energy(options, *points[0])) is not None:

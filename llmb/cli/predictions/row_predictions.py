@@ -36,13 +36,16 @@ def print_row_predictions(
     """
     if unused := describe_unused(rows[0].cells, columns):
         print(unused, file=sys.stderr)
+    if what_if and (described := [row.setup for row in rows if row.setup is not None]):
+        changed_device(device(described[0].gpu), what_if)  # a mistake in it is not one of a row
     data = [{"row": row.number, **_row_data(row, predict, what_if)} for row in rows]
     predicted = [item for item in data if "error" not in item]
     if as_json:
         print("[" + ",\n".join(map(json.dumps, data)) + "]")
     else:
         table = SETUP | figures
-        print(render(tuple(table), [tuple(cell(item) for cell in table.values()) for item in predicted]))
+        if predicted:
+            print(render(tuple(table), [tuple(cell(item) for cell in table.values()) for item in predicted]))
         for item in data:
             if "error" in item:
                 print(f"row {item['row']}: {item['error']}", file=sys.stderr)

@@ -115,11 +115,8 @@ def _model_run(options: argparse.Namespace, settings: list[str]) -> tuple[Servin
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise ConfigError(f"--model with --task serve needs {flags}; GPU types are: {', '.join(FABRICS)}")
     gpu = gpu_name(options.gpu_type)
-    shape, dtype, engine = (
-        find_or_read_shape(options.model),
-        (options.dtype or "bf16").lower(),
-        parse_engine(options.engine or "vllm"),
-    )
+    shape, engine = find_or_read_shape(options.model), parse_engine(options.engine or "vllm")
+    dtype = (options.dtype or shape.checkpoint or "bf16").lower()
     lengths, values = (options.isl, options.osl), parse_serving_settings(settings)
     rates = stored_rates(gpu, engine == "native", dtype)
     base = build_serving_setup(shape, gpu, dtype, engine, lengths, 1, values, rates)

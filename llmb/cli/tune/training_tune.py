@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from llmb.cli.predictions.engine_option import other_engine_note, print_note, settings_with_engine
 from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.cli.recipe_row import native_row, published_row, split_engine
 from llmb.cli.run_options import load_recipes
@@ -29,7 +30,7 @@ from llmb.report.tune.tune_table import TunedRun, tuned_data, tuned_text
 
 def tune_training(options: argparse.Namespace) -> int:
     """Search the layouts of one run and print the best; measure them if requested."""
-    fixed, settings = split_settings(options.set)
+    fixed, settings = split_settings(settings_with_engine(options))
     engine, settings = split_engine(settings)
     config, setup = _recipe_run(options, settings) if options.workload else (None, _model_run(options, settings))
     setup = replace(setup, engine=engine or setup.engine)
@@ -43,6 +44,7 @@ def tune_training(options: argparse.Namespace) -> int:
     data = tuned_data(tuned)
     if not options.json:
         print_report(tuned_text(tuned))
+        print_note(other_engine_note(options, setup.engine))
     code = 0
     if options.measure is not None:
         code, data["measured"] = measure_layouts(options, settings, tuned)

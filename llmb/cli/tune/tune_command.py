@@ -35,7 +35,11 @@ def add_commands(commands: Any) -> None:
     fixed = "fix a searched dimension (tp pp vp cp ep etp fsdp mbs recompute_layers offload_layers), or set gbs, seqlen"
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help=f"{fixed}, engine, ...; repeatable")
     add("--slo", metavar="LIMITS", help="serve: limits of the predicted means, such as ttft=500ms,tpot=50ms,e2e=10s")
-    add("--engine", help="serve: vllm (default), sglang, trtllm or native (default of -w)")
+    add(
+        "--engine",
+        help="--model: megatron-bridge (default), native, torchtitan, ...; to serve vllm (default), sglang, trtllm, "
+        "native. -w: the engine that published the row; to serve native",
+    )
     add("--isl", type=int, metavar="N", help="serve: input tokens of a request")
     add("--osl", type=int, metavar="N", help="serve: output tokens of a request")
     add("--top", type=int, default=3, metavar="N", help="list the N fastest besides the Pareto set; default 3")
@@ -67,7 +71,6 @@ def run(options: argparse.Namespace) -> int:
         return tune_serving(options)
     from llmb.cli.tune.training_tune import tune_training
 
-    if unused := [name for name in ("slo", "engine", "isl", "osl") if getattr(options, name) is not None]:
-        hint = "; for training write --set engine=NAME" if unused[0] == "engine" else ""
-        raise ConfigError(f"--{unused[0]} is for --task serve{hint}")
+    if unused := [name for name in ("slo", "isl", "osl") if getattr(options, name) is not None]:
+        raise ConfigError(f"--{unused[0]} is for --task serve")
     return tune_training(options)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmb.config.spec import Predicted
+from llmb.errors import ConfigError
 from llmb.perfmodel.chip_limits import Limit, StepAmount, training_limits
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
 from llmb.perfmodel.explain.published_matches import PublishedMatch
+from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.params import active_parameters
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
-from llmb.perfmodel.serving_time.serving_predictor import predict_serving
+from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.predictor import predict, spared_macs
 from llmb.perfmodel.step_time.run_description import run_model
@@ -40,6 +42,7 @@ USUAL = {
     ("serving", "faster"): "prefix caching, speculative decoding, outputs that end early, prompt tokens counted too",
     ("serving", "slower"): "a load generator that is late, few requests, a host-bound engine, a lower power limit",
 }
+CONTRADICTION = 1.1  # times what clients with these latencies can receive: means of medians differ by less
 Verdict = Literal["possible", "impossible", "unknown"]
 
 
@@ -112,11 +115,13 @@ def explain_training(
     amount = replace(step_amount(setup), gpu=gpu or setup.gpu)
     limits = training_limits(amount, step_time_s)
     verdict = verdict_of(limits)
+    memory: tuple[str, ...] = ()
     if predicted is not None and predicted.value is not None and predicted.interval_80 is not None:
         value, (low, high), terms = predicted.value, predicted.interval_80, predicted.terms
     else:
         prediction = predict(setup)
         value, (low, high), terms = prediction.step_time_s, prediction.interval_80, prediction.terms
+        memory = _too_much_memory(setup, prediction.memory_gib)
     expected = Expected(
         metric="step_time_s", measured=step_time_s, predicted=value, interval_80=(low, high),
         ratio=value / step_time_s, within=low <= step_time_s <= high,
@@ -128,7 +133,18 @@ def explain_training(
         causes=tuple(training_causes(amount, step_time_s, setup.ga)) if verdict == "impossible" else (),
         expected=(expected,),
         terms=_term_pairs(terms, measured_terms, step_time_s),
-        notes=_usual_reasons("training", verdict, expected),
+        notes=(*memory, *_usual_reasons("training", verdict, expected)),
+    )
+
+
+def _too_much_memory(setup: StepSetup, memory_gib: float) -> tuple[str, ...]:
+    """Return that a layout does not fit, by an estimate that is no proof."""
+    capacity = setup.gpu_memory_bytes
+    if capacity is None or memory_gib * GIB <= capacity:
+        return ()
+    return (
+        f"the layout does not fit as described: memory estimate {memory_gib:,.0f} of {capacity / GIB:.0f} GiB; state "
+        "how it is split (--set fsdp=true, tp=, pp=, recompute=full)",
     )
 
 
@@ -159,7 +175,26 @@ def explain_serving(subject: str, setup: ServingSetup, figures: ServedFigures) -
     """Explain the figures of a serving run."""
     limits = serving_limits(setup, figures)
     verdict = verdict_of(limits)
-    prediction = predict_serving(setup)
+    prediction, refusal = _served_prediction(setup)
+    expected = [] if prediction is None else _served_expected(prediction, figures)
+    return Explanation(
+        subject=subject,
+        verdict=verdict,
+        limits=tuple(limits),
+        causes=tuple(serving_causes(setup, figures)) if verdict == "impossible" else (),
+        expected=tuple(expected),
+        terms=() if prediction is None else _served_terms(prediction),
+        notes=(
+            *refusal,
+            *(_usual_reasons("serving", verdict, expected[0]) if expected else ()),
+            *_contradiction(setup, figures),
+            _plain_flops(setup, figures),
+        ),
+    )
+
+
+def _served_expected(prediction: ServingPrediction, figures: ServedFigures) -> list[Expected]:
+    """Return every measured figure beside its prediction, the rate first."""
     measured = {"output_tokens_per_s": figures.output_tokens_per_s}
     if figures.latency_ms is not None:
         measured |= dict(zip(("ttft_ms", "tpot_ms"), figures.latency_ms, strict=True))
@@ -176,20 +211,37 @@ def explain_serving(subject: str, setup: ServingSetup, figures: ServedFigures) -
                 within=low <= value <= high,
             )
         )  # fmt: skip
-    pairs = tuple(
+    return expected
+
+
+def _served_terms(prediction: ServingPrediction) -> tuple[TermPair, ...]:
+    return tuple(
         TermPair(kind=f"{phase.replace('_', ' ')}: {name.replace('_', ' ')}", measured_s=None, predicted_s=seconds)
         for phase in ("decode_step", "prefill")
         for name, seconds in prediction.terms[phase].items()
         if seconds
     )
-    return Explanation(
-        subject=subject,
-        verdict=verdict,
-        limits=tuple(limits),
-        causes=tuple(serving_causes(setup, figures)) if verdict == "impossible" else (),
-        expected=tuple(expected),
-        terms=pairs,
-        notes=(*_usual_reasons("serving", verdict, expected[0]), _plain_flops(setup, figures)),
+
+
+def _served_prediction(setup: ServingSetup) -> tuple[ServingPrediction | None, tuple[str, ...]]:
+    """Return the prediction, or why there is none."""
+    try:
+        return predict_serving(setup), ()
+    except ConfigError as error:
+        return None, (f"not predicted: {error}",)
+
+
+def _contradiction(setup: ServingSetup, figures: ServedFigures) -> tuple[str, ...]:
+    """Return that the rate is more than so many requests at once can have with their latencies (Little's law)."""
+    if figures.latency_ms is None:
+        return ()
+    ttft_ms, tpot_ms = figures.latency_ms
+    most = setup.concurrency * setup.osl / (ttft_ms + (setup.osl - 1) * tpot_ms) * 1e3
+    if figures.output_tokens_per_s <= CONTRADICTION * most:
+        return ()
+    return (
+        f"the figures are not of one run: {setup.concurrency} requests at once with this TTFT and TPOT give at most "
+        f"{most:,.0f} output tokens/s",
     )
 
 

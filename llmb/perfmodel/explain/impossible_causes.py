@@ -1,11 +1,12 @@
 """Likely causes of a figure above the limit of its chip: each is tried, and named if it makes the figure possible."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from llmb.perfmodel.chip_limits import BURST, SPREAD, SUSTAINED, Limit, StepAmount, training_limits
 from llmb.perfmodel.hardware import GPUS
-from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
+from llmb.perfmodel.serving_time.serving_bounds import MEMORY, ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 
@@ -25,25 +26,31 @@ def serving_causes(setup: ServingSetup, figures: ServedFigures) -> Iterator[str]
     def possible(changed: ServedFigures) -> bool:
         return holds(serving_limits(setup, changed))
 
+    limits = serving_limits(setup, figures)
+    for limit in limits:
+        if limit.name == MEMORY:
+            ranks = setup.gpus * math.ceil(limit.fraction)
+            yield f"weights split over {ranks} GPUs or more (tp, pp, ep), not {setup.gpus}"
     hits = _least(lambda rate: possible(replace(figures, prefix_hit_rate=rate)))
     if hits is not None:
         yield f"prefix caching: at least {100 * hits:.0f} % of the prompt tokens were read from the cache, not computed"
     output = figures.output_tokens_per_s * setup.osl / (setup.isl + setup.osl)
     if possible(replace(figures, output_tokens_per_s=output)):
-        yield f"input and output tokens are counted: then {output:,.0f} tokens/s are output"
+        counted = f"{output:,.0f}" if output >= 10 else f"{output:.2g}"
+        yield f"input and output tokens are counted: then {counted} tokens/s are output"
     shorter = _least(
         lambda cut: possible(replace(figures, output_tokens_per_s=figures.output_tokens_per_s * (1 - cut)))
     )
-    if shorter is not None:
-        produced = (1 - shorter) * setup.osl
-        possible_tokens = f"at most {produced:.0f} of {setup.osl} tokens are possible"
+    produced = math.floor((1 - (shorter or 0.0)) * setup.osl)
+    if shorter is not None and 0 < produced < setup.osl:
+        possible_tokens = f"at most {produced} of {setup.osl} tokens are possible"
         yield f"outputs end early but count at the requested length: {possible_tokens}"
     if figures.latency_ms and not possible(figures) and possible(replace(figures, latency_ms=None)):
         yield "speculative decoding: several tokens of a request in one step"
     yield from _common(
         setup.gpu,
         setup.dtype,
-        serving_limits(setup, figures),
+        limits,
         lambda gpu, dtype: serving_limits(replace(setup, gpu=gpu, dtype=dtype), figures),
     )
     for factor in MORE_GPUS:

@@ -69,8 +69,10 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
     isl, osl = setup.isl * setup.length_ratio, max(2.0, setup.osl * setup.length_ratio)
     mixed = setup.engine not in SEPARATE_PREFILL and setup.osl > 1
     decodes = slots / setup.attention_dp / setup.pp  # of one step: each pipeline stage works on its own part
-    # With more prompts than decode steps to hold them, requests wait rather than decode.
-    decoding = min(decodes, (osl - 1) / setup.emitted * setup.max_num_tokens / isl) if mixed else 0.0
+    # With more prompts than decode steps to hold them, requests wait rather than decode: as many decode as have their
+    # prompts in what they leave of the budget, n = steps x (budget - n) / isl.
+    steps = (osl - 1) / setup.emitted
+    decoding = min(decodes, steps * setup.max_num_tokens / (isl + steps)) if mixed else 0.0
     budget = max(setup.max_num_tokens - decoding, setup.max_num_tokens / 8)
     return Load(
         concurrency=float(setup.concurrency),

@@ -5,15 +5,17 @@
 Both are lower bounds of the work: mixed steps may overlap them, so each must hold by itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.chip_limits import Ceiling, Limit, bandwidth_ceiling, compute_limit
-from llmb.perfmodel.hardware import GB
+from llmb.perfmodel.hardware import GB, GIB, gpu
+from llmb.perfmodel.serving_time.cache_slots import request_bytes, resident_bytes
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import ServingWork, serving_work
 
 MS = 1e3
+MEMORY = "memory"
 L2_BYTES = 128 * 2**20  # the largest L2 cache of the GPUs in the table: B200, 126 MB
 
 
@@ -28,14 +30,44 @@ class ServedFigures:
 
 def serving_limits(setup: ServingSetup, figures: ServedFigures) -> list[Limit]:
     """Return the limits of one GPU; none where its peaks are not known."""
-    limits = [_compute(setup, figures), _bandwidth(setup, figures), _decode_bandwidth(setup, figures)]
+    limits = [
+        _memory(setup), _compute(setup, figures), _first_token(setup, figures), _bandwidth(setup, figures),
+        _decode_bandwidth(setup, figures),
+    ]  # fmt: skip
     return [limit for limit in limits if limit is not None]
+
+
+def _memory(setup: ServingSetup) -> Limit | None:
+    """Limit of memory, where the weights of a rank and the cache of one request exceed that of its GPU."""
+    capacity = gpu(setup.gpu).memory_bytes or setup.gpu_memory_bytes
+    work = serving_work(setup)
+    needed = resident_bytes(setup, work) + request_bytes(setup, work)
+    if capacity is None or needed <= capacity:
+        return None
+    return Limit(name=MEMORY, needed=needed / GIB, limit=capacity / GIB, unit="GiB/GPU", basis="memory of the GPU")
 
 
 def _compute(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     """Limit of prefill and decode: every token passes all GEMMs of the layers, every output token the LM head."""
-    model, isl, osl = setup.shape.model, setup.isl * setup.length_ratio, setup.osl * setup.length_ratio
-    prompt = isl * (1 - figures.prefix_hit_rate)
+    osl = setup.osl * setup.length_ratio
+    low, bf16 = _request_flops(setup, osl, figures.prefix_hit_rate)
+    requests = figures.output_tokens_per_s / osl / setup.gpus
+    return compute_limit(low, bf16, requests, setup.gpu, setup.dtype)
+
+
+def _first_token(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
+    """Limit of TTFT: all GPUs of the engine compute the request's own prompt before its first token."""
+    if figures.latency_ms is None:
+        return None
+    low, bf16 = _request_flops(setup, 1.0, figures.prefix_hit_rate)
+    limit = compute_limit(low, bf16, MS / figures.latency_ms[0] / setup.gpus, setup.gpu, setup.dtype, is_short=True)
+    return None if limit is None else replace(limit, name="compute of a prompt before its first token")
+
+
+def _request_flops(setup: ServingSetup, osl: float, prefix_hit_rate: float) -> tuple[float, float]:
+    """Return the FLOPs of a request: of GEMMs of layers, and of attention and the LM head, in bf16."""
+    model, isl = setup.shape.model, setup.isl * setup.length_ratio
+    prompt = isl * (1 - prefix_hit_rate)
     token = score = decode_score = 0.0
     for _, count, block in block_stack(model):
         token += count * block.token_macs
@@ -45,9 +77,7 @@ def _compute(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     window = min(1.0, (setup.shape.window or selected or isl) / isl) if setup.shape.window_layers or selected else 1.0
     low = 2.0 * token * (prompt + osl - 1)
     attention = window * (score * prompt * (isl - prompt / 2) + decode_score * (osl - 1) * (isl + osl / 2))
-    bf16 = 2.0 * (model.hidden * model.vocab * osl + attention)
-    requests = figures.output_tokens_per_s / osl / setup.gpus
-    return compute_limit(low, bf16, requests, setup.gpu, setup.dtype)
+    return low, 2.0 * (model.hidden * model.vocab * osl + attention)
 
 
 def _bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:

@@ -49,6 +49,8 @@ def _parse_value(name: str, text: str) -> Any:
         return int(text)
     if name == "lengths" and text not in DISTRIBUTIONS:
         raise UnknownName("value of lengths", text, DISTRIBUTIONS)
+    if name == "engine_version" and not re.match(r"v?\d", text):
+        raise ConfigError(f"engine_version must be a release such as 0.13.0, got {text[:60]!r}")
     if name == "kv_dtype" and text not in KV_DTYPES:
         raise UnknownName("value of kv_dtype", text, KV_DTYPES)
     return text

@@ -7,7 +7,6 @@ moe_ep; optional kv_dtype, max_num_tokens, max_batch_size, receive_interval, dra
 ttft_ms and tpot_ms may be empty.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from llmb.perfmodel.serving_time.serving_constants import ENGINES, parse_engine
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
 from llmb.perfmodel.shapes.model_catalog import ModelShape
-from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
+from llmb.perfmodel.step_time.csv_table import named_cells, positive_cell, read_table, whole_cell
 
 DTYPES = {"": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4", "mxfp4": "nvfp4"}
 MOST_RANKS = 16  # of one engine; published rows with more are disaggregated
@@ -27,6 +26,7 @@ KNOBS = ("max_num_tokens", "max_batch_size", "receive_interval", "draft_tokens")
 DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}  # of a step
 SPECULATIVE = ("1.2.0rc6.post3",)  # TensorRT-LLM of recipes with a multi-token-prediction layer
 UNVERSIONED = "0"  # rows without a version are from the first published runs, of 2025
+REQUIRED = ("model", "backend", "system", "isl", "osl", "concurrency")
 COLUMNS = (
     "model", "backend", "backend_version", "system", "precision", "isl", "osl", "concurrency", "tp", "pp",
     "attention_dp", "moe_tp", "moe_ep", "kv_dtype", *KNOBS, "length_ratio", "ttft_ms", "tpot_ms",
@@ -47,13 +47,13 @@ class ServingRow:
 
 def read_serving_rows(path: Path) -> list[ServingRow]:
     """Read a CSV file; every row comes back, with a description or a reason."""
-    return read_table(path, parse_serving_row, "model,backend,system,precision,isl")
+    return read_table(path, parse_serving_row, REQUIRED)
 
 
 def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
     """Return the description of one row."""
-    cells = {name: _cell(name, value) for name, value in cells.items() if name}
     try:
+        cells = {name: text if name == "model" else text.lower() for name, text in named_cells(cells).items()}
         setup = _setup(cells)
         ttft, tpot = positive_cell(cells, "ttft_ms"), positive_cell(cells, "tpot_ms")
     except LlmbError as error:
@@ -62,12 +62,12 @@ def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
 
 
 def _setup(cells: dict[str, str]) -> ServingSetup:
-    for name in ("model", "backend", "system", "isl", "osl", "concurrency"):
+    for name in REQUIRED:
         if not cells.get(name):
             raise ConfigError(f"no {name}")
     engine = parse_engine(cells["backend"])
     if engine not in ENGINES:
-        raise ConfigError(f"engine {cells['backend']} is not modelled")
+        raise ConfigError(f"engine {cells['backend']} is not modelled; engines are: {', '.join(ENGINES)}")
     shape, gpu = find_or_read_shape(cells["model"]), cells["system"].removesuffix("_sxm")
     if cells.get("precision", "") not in DTYPES:
         raise ConfigError(f"precision {cells['precision']} is not modelled")
@@ -94,12 +94,6 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
         length_ratio=positive_cell(cells, "length_ratio") or (RANDOM_RATIO if recipe else 1.0),
         **_knobs(cells, engine, gpu, attention_dp, shape.model.mla is not None),
     )
-
-
-def _cell(name: str, value: str | None) -> str:
-    """Return a cell as text; case matters only in the path of a config.json."""
-    text = (value or "").strip()
-    return text if name == "model" else text.lower()
 
 
 def _is_recipe(cells: dict[str, str]) -> bool:
@@ -163,9 +157,4 @@ def _counts(cells: dict[str, str], *names: str) -> list[int]:
 
 
 def _optional(cells: dict[str, str], name: str) -> int | None:
-    text = cells.get(name, "")
-    if not text:
-        return None
-    if not re.fullmatch(r"\d{1,9}(\.0)?", text) or not float(text):
-        raise ConfigError(f"{name} must be a whole number, 1 or more, got {text!r}")
-    return int(float(text))
+    return whole_cell(cells, name, least=1)

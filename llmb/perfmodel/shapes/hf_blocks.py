@@ -74,6 +74,8 @@ def read_experts(config: dict[str, Any], layers: int) -> MoEConfig | None:
     ffn = read_count(config, "moe_intermediate_size") or read_required(config, "intermediate_size")
     if (top_k := read_count(config, *TOP_KS)) is None:
         raise ConfigError(f"config.json: a mixture of experts needs {TOP_KS[0]}, the experts of a token")
+    if top_k > count:
+        raise ConfigError(f"config.json: {top_k} experts per token of {count}; at most {count}")
     return MoEConfig(
         count=count,
         top_k=top_k,

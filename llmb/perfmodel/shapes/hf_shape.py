@@ -117,6 +117,9 @@ def _flattened(data: dict[str, Any]) -> dict[str, Any]:
 
 def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     hidden, layers, heads, vocab = (read_required(config, name) for name in REQUIRED)
+    kv_heads = read_count(config, "num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ConfigError(f"config.json: num_key_value_heads={kv_heads} does not divide {heads} attention heads")
     experts, model_type = read_experts(config, layers), str(config.get("model_type"))
     gated = model_type not in UNGATED
     ffn = read_count(config, "intermediate_size_mlp", "intermediate_size") or (experts.ffn if experts else None)
@@ -132,7 +135,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         ffn=ffn or 4 * hidden,
         gated=gated,
         heads=heads,
-        kv_heads=read_count(config, "num_key_value_heads") or heads,
+        kv_heads=kv_heads,
         head_dim=read_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
         tied_embeddings=bool(config.get("tie_word_embeddings", model_type in TIED)),

@@ -36,8 +36,11 @@ class Device:
     @property
     def network(self) -> float:
         if self.fabric.network is None:
-            domain = f"link domains of {self.fabric.link_domain}" if self.fabric.link_domain > 1 else "GPUs"
-            raise ConfigError(f"the network between {domain} of type {self.key} is not known, so nothing is predicted")
+            most = self.fabric.link_domain
+            between, possible = (f"link domains of {most}", f"{most} GPUs") if most > 1 else ("GPUs", "one GPU")
+            raise ConfigError(
+                f"the network between {between} of type {self.key} is not known: at most {possible} can be predicted"
+            )
         return self.fabric.network
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, LlmbError
 from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
-from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
+from llmb.perfmodel.step_time.csv_table import named_cells, positive_cell, read_table, whole_cell
 from llmb.perfmodel.step_time.predictor import model_flops, peak_flops, step_memory
 from llmb.perfmodel.step_time.recipe_settings import with_recipe
 from llmb.perfmodel.step_time.setup_fields import parse_settings
@@ -56,13 +56,13 @@ class PublishedRow:
 
 def read_rows(path: Path) -> list[PublishedRow]:
     """Read a CSV file; every row comes back, with a description or a reason."""
-    return read_table(path, parse_row, "model,gpu,dtype,gpus,seqlen,mbs,tp")
+    return read_table(path, parse_row, ("model", "gpu", "dtype", "gpus"))
 
 
 def parse_row(cells: dict[str, str], number: int = 0) -> PublishedRow:
     """Return the description of one row."""
-    cells = {name: _cell(name, value) for name, value in cells.items() if name}
     try:
+        cells = {name: _cell(name, value) for name, value in named_cells(cells).items()}
         setup = _setup(cells)
         seconds = measured_step_time(cells, setup)
         setup = setup if seconds is None else _as_run(setup)
@@ -80,9 +80,8 @@ def _as_run(setup: StepSetup) -> StepSetup:
     return replace(setup, recompute="full")
 
 
-def _cell(name: str, value: str | None) -> str:
+def _cell(name: str, text: str) -> str:
     """Return a cell as text; in settings, case does not matter and none is empty."""
-    text = (value or "").strip()
     if name in ("source", "notes", "model"):
         return text
     return "" if text.lower() in ("none", "null", "nan") and name != "cuda_graphs" else text.lower()
@@ -213,8 +212,7 @@ def _is_sharded(cells: dict[str, str], engine: str) -> bool:
 
 def _fsdp_ranks(cells: dict[str, str], parallel: Parallel) -> int | None:
     """Return the ranks that share one copy of the weights where there are several copies, as in MaxText's tables."""
-    text = cells.get("fsdp", "")
-    ranks = int(text) * parallel.cp if text.isdigit() else 0
+    ranks = (_count(cells, "fsdp") or 0) * parallel.cp if cells.get("fsdp") not in ("true", "false") else 0
     replicas = parallel.dp * parallel.cp
     return ranks if parallel.fsdp and 1 < ranks < replicas and replicas % ranks == 0 else None
 
@@ -237,12 +235,7 @@ def engine_of(source: str, notes: str) -> str:
 
 
 def _count(cells: dict[str, str], name: str) -> int | None:
-    text = cells.get(name, "")
-    if not text:
-        return None
-    if not text.isdigit() or (not int(text) and name in POSITIVE):
-        raise ConfigError(f"{name} must be a whole number, got {text!r}")
-    return int(text)
+    return whole_cell(cells, name, least=int(name in POSITIVE))
 
 
 def _layers(notes: str) -> int | None:

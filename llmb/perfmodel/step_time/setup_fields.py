@@ -11,7 +11,7 @@ from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.step_constants import ENGINES
-from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, StepSetup, parse_dtype
+from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, StepSetup, check_ranks, check_shards, parse_dtype
 
 COUNTS = ("seqlen", "mbs", "gbs", "layers", "recompute_layers", "offload_layers")
 LAYOUT = ("tp", "pp", "cp", "vp", "ep", "etp")
@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fused_experts": ("true", "false"),
     "fp8_attention": ("true", "false"),
 }
+OF_EXPERTS = ("dispatcher", "overlap_experts", "fused_experts")  # fields that only a mixture of experts has
 FIELDS = (*LAYOUT, *COUNTS, *CHOICES)
 CHANGES = ("gpu.hbm_bw", "gpu.flops", "gpu.nvlink", "gpu.link_domain", "network")
 DEFAULT_SEQLEN, MOST_GPUS = 4096, 1 << 22
@@ -68,9 +69,10 @@ def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict
     layout = {name: values[name] for name in LAYOUT if name in values}
     parallel = Parallel(fsdp=values.get("fsdp", False), **layout)
     ranks, mbs = parallel.tp * parallel.pp * parallel.cp, values.get("mbs", 1)
-    if gpus % ranks:
-        raise ConfigError(f"tp x pp x cp = {ranks} does not divide {gpus} GPUs; use a multiple of {ranks}")
-    return StepSetup(
+    check_shards(shape.model, parallel)
+    check_ranks(gpus, parallel)
+    _check_effect(shape, values)
+    setup = StepSetup(
         shape=shape,
         gpu=gpu,
         gpus=gpus,
@@ -91,6 +93,28 @@ def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict
         fp8_attention=values.get("fp8_attention", False),
         task=values.get("task", "pretrain"),
     )
+    _check_layers(setup)
+    return setup
+
+
+def _check_effect(shape: ModelShape, values: dict[str, Any]) -> None:
+    """Refuse settings that would change nothing."""
+    unused = [name for name in OF_EXPERTS if values.get(name)]
+    if unused and shape.model.experts is None:
+        raise ConfigError(f"{unused[0]} has no effect: {shape.model.name} has no experts; leave it out")
+    if "recompute_layers" in values and values.get("recompute", "full") != "full":
+        raise ConfigError(f"recompute_layers has no effect with recompute={values['recompute']}; leave one of them out")
+
+
+def _check_layers(setup: StepSetup) -> None:
+    """Refuse to recompute or offload more layers than the fullest pipeline rank has."""
+    free = setup.most_layers - setup.recomputed_layers
+    for name, layers, most in (
+        ("recompute_layers", setup.recompute_layers or 0, setup.most_layers),
+        ("offload_layers", setup.offload_layers, free),
+    ):
+        if layers > most:
+            raise ConfigError(f"{name} {layers}: at most {most} of the {setup.most_layers} layers of a pipeline rank")
 
 
 def parse_scales(text: str) -> list[int]:

@@ -75,9 +75,10 @@ class StepSetup:
             raise ConfigError(f"{self.gpu} has no {self.peak_dtype} GEMMs; data types are: {', '.join(dtypes)}")
         if self.task not in TASKS:
             raise UnknownName("task", self.task, TASKS)
-        ranks = self.parallel.tp * self.parallel.pp * self.parallel.cp
-        if self.gpus % ranks:
-            raise ConfigError(f"tp x pp x cp = {ranks} does not divide {self.gpus} GPUs; use a multiple of {ranks}")
+        check_shards(self.shape.model, self.parallel)
+        check_ranks(self.gpus, self.parallel)
+        if self.seqlen % self.parallel.cp:
+            raise ConfigError(f"cp {self.parallel.cp} does not divide sequences of {self.seqlen} tokens")
         if self.gbs % (self.dp * self.mbs):
             raise ConfigError(
                 f"gbs {self.gbs} is not a multiple of dp x mbs = {self.dp} x {self.mbs} = {self.dp * self.mbs}"
@@ -88,7 +89,6 @@ class StepSetup:
             )
         if self.engine == ENGINE_OF["native"]:
             check_native_blocks(self.shape.model)
-        _check_shards(self.shape.model, self.parallel)
         stage_ranks, experts = self.gpus // self.parallel.pp, self.parallel.ep * self.parallel.etp
         if stage_ranks % experts:
             possible = [ep for ep in divisors(stage_ranks) if stage_ranks % (ep * self.parallel.etp) == 0]
@@ -187,7 +187,14 @@ def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates |
     )
 
 
-def _check_shards(model: Model, split: Parallel) -> None:
+def check_ranks(gpus: int, split: Parallel) -> None:
+    """Refuse GPUs that are not whole groups of tp x pp x cp."""
+    ranks = split.tp * split.pp * split.cp
+    if gpus % ranks:
+        raise ConfigError(f"tp x pp x cp = {ranks} does not divide {gpus} GPUs; use a multiple of {ranks}")
+
+
+def check_shards(model: Model, split: Parallel) -> None:
     """Refuse tp that splits a head, and ep that splits an expert or has none to distribute."""
     if model.heads % split.tp:
         possible = [tp for tp in range(1, model.heads + 1) if model.heads % tp == 0]
@@ -195,7 +202,8 @@ def _check_shards(model: Model, split: Parallel) -> None:
     if model.experts is None and split.ep > 1:
         raise ConfigError(f"{model.name} has no experts: ep {split.ep} is not possible, use tp, pp or fsdp")
     if model.experts and model.experts.count % split.ep:
-        raise ConfigError(f"ep {split.ep} does not divide {model.experts.count} experts")
+        possible = [ep for ep in divisors(model.experts.count) if ep > 1]
+        raise ConfigError(f"ep {split.ep} does not divide {model.experts.count} experts; possible: {possible}")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -1,5 +1,7 @@
 """Lines of energy and cost below a prediction."""
 
+from collections.abc import Sequence
+
 from llmb.perfmodel.explain.energy_cost import JOULES_PER_KWH, EnergyCost
 from llmb.report.table import number
 
@@ -20,3 +22,13 @@ def energy_lines(energy: EnergyCost, joules_per_step: float | None = None, unit:
             f"{energy.kwh_to_train / 1e3:,.1f} MWh{cost}"
         )
     return lines
+
+
+def with_costs(
+    header: tuple[str, ...], rows: Sequence[tuple[object, ...]], costs: Sequence[float | None]
+) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Return a table of a curve with the cost of a million tokens at each point, where prices were given."""
+    if not any(costs):
+        return header, list(rows)
+    cells = ["-" if cost is None else number(cost) for cost in costs]
+    return (*header, "cost/1M tokens"), [(*row, cell) for row, cell in zip(rows, cells, strict=True)]

@@ -7,6 +7,7 @@ from llmb.perfmodel.metrics import days_to_train
 from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.step_time.predictor import StepPrediction
 from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.report.predictions.energy_lines import with_costs
 from llmb.report.table import render
 
 TITLES = {
@@ -71,15 +72,15 @@ def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -
     return lines
 
 
-def describe_curve(points: Sequence[tuple[StepSetup, StepPrediction]]) -> str:
-    """Return one line per number of GPUs."""
+def describe_curve(points: Sequence[tuple[StepSetup, StepPrediction]], costs: Sequence[float | None] = ()) -> str:
+    """Return one line per number of GPUs; `costs`: of a million tokens at each."""
     header = ("GPUs", "gbs", "step s", "80 % interval", "tokens/s/GPU", "tokens/s", "MFU %", "largest exposed term")
     first = points[0][0]
     return "\n".join([
         f"{first.shape.model.name}, {first.dtype}, {first.gpu}, {_layout(first)}, seqlen {first.seqlen}, "
         f"mbs {first.mbs}, engine {first.engine}",
         "",
-        render(header, [_curve_row(setup, p) for setup, p in points]),
+        render(*with_costs(header, [_curve_row(setup, p) for setup, p in points], costs)),
     ])  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from llmb.perfmodel.hardware import GIB, gpu
 from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, unproven_note
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.measured_device import ceilings_source
+from llmb.report.predictions.energy_lines import with_costs
 from llmb.report.table import render
 
 TITLES = {
@@ -97,8 +98,10 @@ def _lengths(setup: ServingSetup) -> str:
     )
 
 
-def describe_serving_curve(points: Sequence[tuple[ServingSetup, ServingPrediction]]) -> str:
-    """Return one line per concurrency."""
+def describe_serving_curve(
+    points: Sequence[tuple[ServingSetup, ServingPrediction]], costs: Sequence[float | None] = ()
+) -> str:
+    """Return one line per concurrency; `costs`: of a million output tokens at each."""
     header = (
         "concurrency", "batch", "TTFT ms", "TPOT ms", "80 % interval", "E2E s", "output tokens/s", "tokens/s/GPU",
         "tokens/s/user", "GiB",
@@ -115,7 +118,7 @@ def describe_serving_curve(points: Sequence[tuple[ServingSetup, ServingPredictio
     return (
         _title(points[0][0]).rpartition(", concurrency")[0]
         + f", engine {points[0][0].generation}\n\n"
-        + render(header, rows)
+        + render(*with_costs(header, rows, costs))
         + "\n\n"
         + "\n".join([f"ceilings: {ceilings_source(points[0][0].gpu, points[0][0].rates)}", *_unproven(points[0][0])])
     )
