@@ -257,6 +257,14 @@ def test_language_models_are_told_by_their_class(architectures: list[str] | None
     assert from_hf_config(LLAMA_8B | {"architectures": architectures}) == from_hf_config(LLAMA_8B)
 
 
+def test_exaone_4_without_a_windowed_layer_has_no_rope_where_a_window_is_configured() -> None:
+    config = LLAMA_8B | {"model_type": "exaone4", "layer_types": ["full_attention"] * 32}
+    config["rope_scaling"] = None
+    windowed, full = (from_hf_config(config | {"sliding_window": window}) for window in (4096, None))
+    assert (windowed.attention_pattern, full.attention_pattern) == ("N", "F")
+    assert [from_hf_config(to_hf_config(each), each.name) for each in (windowed, full)] == [windowed, full]
+
+
 def test_kimi_k2_is_a_deepseek_of_another_model_type() -> None:
     sizes = {
         "vocab_size": 163_840, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
