@@ -136,7 +136,10 @@ OTHERS = (
     "ministral3",
 )
 UNSUPPORTED = [
-    *((LLAMA_8B | {"model_type": name}, f"unknown model_type of config.json: '{name}'") for name in OTHERS),
+    *(
+        (LLAMA_8B | {"model_type": name}, f"unknown model_type of config.json: '{name}'; choices are: llama, ")
+        for name in OTHERS
+    ),
     (LLAMA_8B | {"mlp_bias": True}, "mlp_bias=True is not supported; only False is"),
     (LLAMA_8B | {"sliding_window": 4096}, "sliding_window=4096 is not supported; only None is"),
     (LLAMA_8B | {"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types="),
