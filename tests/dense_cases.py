@@ -51,7 +51,7 @@ DENSE_CASES = [
           rope=RopeConfig(theta=500_000.0, scaling="yarn", factor=8.0, original_tokens=16, attention_factor=1.2)),
     _case("olmo3", "biases-one-kv-head-tied", head_dim=8, pre_norms=False, post_norms=True, qk_norm="projection",
           kv_heads=1, qkv_bias=True, o_bias=True, tied_embeddings=True, attention_pattern="FS", window=3,
-          rope=RopeConfig(theta=500_000.0), local_rope=RopeConfig(theta=500_000.0)),
+          rope=RopeConfig(theta=1_000.0), local_rope=RopeConfig(theta=100.0)),
     _case("exaone4", "window-no-rope-in-full-layers", layers=4, pre_norms=False, post_norms=True, qk_norm="head",
           attention_pattern="SSSN", window=6),
     _case("exaone4", "full-one-kv-head-tied", pre_norms=False, post_norms=True, qk_norm="head", kv_heads=1,

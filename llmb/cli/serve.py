@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmb.cli.model_run.model_options import add_model_option, recipes_for
 from llmb.cli.run_options import add_run_options
 from llmb.cli.subcommand import command
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "llmb-run serve -w inference_llama3.1 -s 8b --dtype bf16 --scale 1 --proxy        # a small proxy, on any machine",
     "llmb-run serve -w inference_llama3.1 -s 8b --dtype fp8 --scale 1 --set weights=Llama-3.1-8B-Instruct",
+    "llmb-run serve --model Qwen3-8B/        # your own folder: its weights, tokenizer and chat template",
     "llmb-run serve -w inference_llama3.1 -s 8b --dtype fp8 --scale 1 --replicas 8    # one engine on each of 8 GPUs",
     "llmb-run serve -w inference_llama3.1 -s 8b --dtype fp8 --scale 1 --host 0.0.0.0 --api-key-env SERVER_KEY",
     "",
@@ -30,6 +32,7 @@ def add_commands(commands: Any) -> None:
 
     parser = command(commands, "serve", run, "serve a model over HTTP, as OpenAI's API does", *EXAMPLES)
     add_run_options(parser)
+    add_model_option(parser)
     add_server_options(parser)
     parser.add_argument(
         "--no-prefix-cache", action="store_true", help="prompts share no blocks; the default is to share"
@@ -40,7 +43,6 @@ def add_commands(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Resolve, check, create the run folder, and serve until a signal."""
     from llmb.cli.local_check import check_runs_here
-    from llmb.cli.run_options import load_recipes
     from llmb.config.server_options import server_arguments, server_options
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder
@@ -49,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
     settings = _with_absolute_paths(server_options(options))
     check_api_key_variable(settings.api_key_env)
-    recipes = load_recipes()
+    options.task = "serve" if options.model is not None else None
+    recipes = recipes_for(options)
     config = _resolve(options, recipes)
     check_runs_here(config, settings.replicas, advice="")
     _check_memory(config, settings.replicas, options.force, recipes)
@@ -75,7 +78,9 @@ def _resolve(options: argparse.Namespace, recipes: dict[str, Any]) -> "RunConfig
     from llmb.launch.install_root import install_root
 
     if not (options.workload or "").strip(", "):
-        raise ConfigError("no workload is named; give -w, such as -w inference_llama3.1 (see llmb-run list)")
+        raise ConfigError(
+            "no workload is named; give -w, such as -w inference_llama3.1 (see llmb-run list), or --model PATH"
+        )
     resolved, bad = resolve_all(tasks_for(run_selection(options), recipes), recipes, install_root(os.environ))
     if bad:
         raise ConfigError(bad[0])
@@ -103,8 +108,11 @@ def _resolve(options: argparse.Namespace, recipes: dict[str, Any]) -> "RunConfig
         raise ConfigError(f"weights={work.weights} is no weights folder: it holds no config.json")
     for line in departure_lines([config]):
         print(f"departs from the recipe: {line}", flush=True)
+    if config.proxy is not None:
+        print(f"a proxy, not the model: {config.proxy}", flush=True)
     prefix_cache = not options.no_prefix_cache
-    return replace(config, name=f"serve_{config.name}", workload=replace(work, prefix_cache=prefix_cache))
+    name = f"serve_{config.name.removeprefix('serve_')}"
+    return replace(config, name=name, workload=replace(work, prefix_cache=prefix_cache))
 
 
 def _check_memory(config: "RunConfig", replicas: int, force: bool, recipes: dict[str, Any]) -> None:

@@ -10,6 +10,8 @@ import pytest
 from llmb.cli.llmb_run import parser
 from llmb.cli.model_run.model_options import recipes_for
 from llmb.cli.run_options import run_selection
+from llmb.config.huggingface.hf_config import from_hf_config
+from llmb.config.huggingface.model_recipe import model_size
 from llmb.config.resolve import resolve
 from llmb.config.run_list import tasks_for
 from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
@@ -63,6 +65,16 @@ def test_a_layout_that_fits_is_chosen_and_settings_of_the_user_stay(tmp_path: Pa
     assert (run.workload.mbs, run.workload.seqlen, run.proxy) == (2, 8192, None)
     assert misfit(run) is None
     assert run.recipe_row["recompute_layers"] == run.workload.recompute_layers
+
+
+def test_sizes_have_three_digits_and_no_exponent() -> None:
+    """As Gemma 3 1B (999.9 million parameters) and Kimi K2 (1,026 billion) need it."""
+    tied = TINY | {"num_hidden_layers": 1, "tie_word_embeddings": True, "hidden_size": 1000}
+    sizes = {
+        vocab: model_size(from_hf_config(tied | {"vocab_size": vocab}))
+        for vocab in (1000, 134_000, 999_300, 999_499, 8_200_000, 1_026_000_000)
+    }
+    assert list(sizes.values()) == ["1.58m", "135m", "1b", "1b", "8.2b", "1030b"]
 
 
 def test_as_many_requests_are_served_as_fit(tmp_path: Path) -> None:

@@ -7,8 +7,15 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
+import torch
+from small_models import llama_model
+from tokenizers import Tokenizer
+
+from llmb.models.architectures import build_model
+from llmb.models.hf_weights import save_weights
 
 SERVE = ["serve", "-w", "inference_llama3.1", "-s", "8b", "--dtype", "bf16", "--scale", "1", "--proxy"]
 SHAPE = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
@@ -19,6 +26,8 @@ TINY = [f"--set=model.{field}={value}" for field, value in SHAPE.items()]
     ("arguments", "words"),
     [
         (["serve"], "no workload is named"),
+        (["serve", "--model", "folder", "-w", "inference_llama3.1"], "leave out -w"),
+        (["serve", "--model", "/no/such/folder"], "/no/such/folder"),
         (["serve", "-w", "inference_llama3.1", "-s", "8b", "--proxy"], "a server has one configuration"),
         ([*SERVE, "-w", "pretrain_llama3.1", "--dtype", "fp32"], "kind inference"),
         ([*SERVE[:-1], "--gpu-type", "h200"], "no GPU"),
@@ -48,23 +57,32 @@ def test_help_has_examples(llmb_run):
         assert words in out
 
 
-@pytest.mark.slow
-def test_a_proxy_is_served_until_a_signal(tmp_path):
-    command = [sys.executable, "-m", "llmb.cli.llmb_run", *SERVE, *TINY, "--port", "0", "--api-key-env", "MY_KEY"]
-    environment = os.environ | {"MY_KEY": "hunter2-hunter2", "OMP_NUM_THREADS": "1"}
+def start_server(*arguments: str, **variables: str) -> tuple[subprocess.Popen, list[str], str]:
+    """Start `llmb-run`, and return the process, its lines up to the address, and the address."""
+    command = [sys.executable, "-m", "llmb.cli.llmb_run", *arguments, "--port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if match := re.search(r"^serving Llama-3.1-8B at (http://127.0.0.1:\d+/v1) \(Ctrl-C stops\)$", line.rstrip()):
-            break
-    assert match, "".join(lines)
-    request = urllib.request.Request(
-        f"{match[1]}/completions",
-        data=json.dumps({"prompt": "Hello", "max_tokens": 4}).encode(),
-        headers={"Authorization": "Bearer hunter2-hunter2"},
-    )
-    reply = json.load(urllib.request.urlopen(request, timeout=60))
+        if match := re.search(r"^serving \S+ at (http://127.0.0.1:\d+/v1) \(Ctrl-C stops\)$", line.rstrip()):
+            return process, lines, match[1]
+    raise AssertionError("".join(lines))
+
+
+def post(address: str, path: str, body: dict, key: str = "") -> dict:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{address}/{path}", data=json.dumps(body).encode(), headers=headers)
+    return json.load(urllib.request.urlopen(request, timeout=60))
+
+
+@pytest.mark.slow
+def test_a_proxy_is_served_until_a_signal(tmp_path):
+    key = "hunter2-hunter2"
+    process, lines, address = start_server(*SERVE, *TINY, "--api-key-env", "MY_KEY", MY_KEY=key)
+    assert lines[-1].startswith("serving Llama-3.1-8B at ")
+    assert "a proxy, not the model: " in "".join(lines)
+    reply = post(address, "completions", {"prompt": "Hello", "max_tokens": 4}, key)
     assert reply["usage"]["completion_tokens"] <= 4
     process.send_signal(signal.SIGINT)
     output = "".join(lines) + process.stdout.read()
@@ -74,6 +92,32 @@ def test_a_proxy_is_served_until_a_signal(tmp_path):
     assert config["workload"]["prefix_cache"] is True
     assert "prefix cache on" in output
     assert '"status": "ok"' in (folder / "events.rank0.jsonl").read_text().splitlines()[-1]
-    assert match[0] in next(folder.glob("*.out")).read_text()
+    assert lines[-1].rstrip() in next(folder.glob("*.out")).read_text()
     for path in folder.iterdir():
         assert "hunter2" not in path.read_text(), path
+
+
+@pytest.mark.slow
+def test_a_model_folder_is_served_with_its_weights_and_tokenizer(tmp_path):
+    folder = tmp_path / "my-model"
+    network = build_model(llama_model(vocab=4096))
+    network.init_weights(seed=3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(8.0)  # so that no two tokens are nearly as likely
+    save_weights(network, folder, torch.float32)
+    tokenizer = Path(__file__).parents[2] / "data" / "tokenizer.json"
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    process, lines, address = start_server("serve", "--model", str(folder))
+    prompt = [17, 401, 5, 2222]
+    reply = post(address, "completions", {"prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 0})
+    expected = list(prompt)
+    for _ in range(6):
+        expected.append(int(network(torch.tensor([expected]))[0, -1].argmax()))
+    listed = json.load(urllib.request.urlopen(f"{address}/models", timeout=60))["data"][0]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert (listed["id"], listed["tokenizer"]) == ("my-model", "tokenizer.json")
+    assert reply["choices"][0]["text"] == Tokenizer.from_file(str(tokenizer)).decode(expected[len(prompt) :])
+    assert not any("proxy" in line for line in lines)

@@ -11,6 +11,11 @@ pytestmark = pytest.mark.slurm
 def test_odd_node_is_named(slurm, install, llmb_run, monkeypatch, tmp_path):
     install_fake_smi(monkeypatch, tmp_path / "bin", "h200", sick_node="n2")
     slurm.call("scontrol", "update", "nodename=n4", "state=drain", "reason=fan")
+    code, _, err = llmb_run("doctor", "--slurm", "--nodelist", "n[3-4]")
+    assert (code, err.splitlines()[-1]) == (
+        1,
+        "ERROR: no job gets these nodes: n4 is drain (fan); leave them out of --nodelist",
+    )
     code, out, err = llmb_run("doctor", "--slurm", "--json")
     slurm.call("scontrol", "update", "nodename=n4", "state=resume")
     assert code == 1, err

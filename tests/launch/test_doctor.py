@@ -8,6 +8,7 @@ import pytest
 from recorded_gpus import machine
 
 from llmb.config.serialization import to_json
+from llmb.errors import ConfigError
 from llmb.launch.doctor.disk_facts import DiskFacts, filesystem_of
 from llmb.launch.doctor.examination import Examination, judge
 from llmb.launch.doctor.finding import has_problem
@@ -162,7 +163,26 @@ def test_srun_takes_the_same_nodes_as_a_run():
     assert "--ntasks-per-node=1" in command
 
 
-def test_nodes_of_an_allocation_or_of_a_nodelist_are_asked_without_asking_slurm():
+@pytest.fixture
+def sinfo(monkeypatch, tmp_path):
+    """Slurm's program as it answers about five nodes."""
+    lines = "n1|idle|none\nn2|drain|fan\nn3|idle|none\nn4|alloc|none\nn5|down*|Not responding\n"
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+@pytest.mark.usefixtures("sinfo")
+def test_nodes_that_no_job_gets_are_refused_instead_of_waited_for():
+    assert choose_nodes(None, "n[3-4]", {}).names == ("n3", "n4")
+    with pytest.raises(ConfigError, match=r"no job gets these nodes: n2 is drain \(fan\), n5 is down\* \(Not resp"):
+        choose_nodes(None, "n[2-5]", {})
+    with pytest.raises(ConfigError, match="Slurm has no node n9; `sinfo -N` lists"):
+        choose_nodes(None, "n1,n9", {})
+
+
+@pytest.mark.usefixtures("sinfo")
+def test_nodes_of_an_allocation_or_of_a_nodelist_are_asked():
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
     inside = choose_nodes(None, None, allocation)
     assert (inside.names, inside.options) == (("n1", "n2"), {"overlap": ""})

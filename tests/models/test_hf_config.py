@@ -136,7 +136,10 @@ OTHERS = (
     "ministral3",
 )
 UNSUPPORTED = [
-    *((LLAMA_8B | {"model_type": name}, f"unknown model_type of config.json: '{name}'") for name in OTHERS),
+    *(
+        (LLAMA_8B | {"model_type": name}, f"unknown model_type of config.json: '{name}'; choices are: llama, ")
+        for name in OTHERS
+    ),
     (LLAMA_8B | {"mlp_bias": True}, "mlp_bias=True is not supported; only False is"),
     (LLAMA_8B | {"sliding_window": 4096}, "sliding_window=4096 is not supported; only None is"),
     (LLAMA_8B | {"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types="),
@@ -255,6 +258,14 @@ def test_unsupported_configs_are_rejected(config: dict[str, Any], message: str) 
 @pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM"], ["LLaMAForCausalLM"]])
 def test_language_models_are_told_by_their_class(architectures: list[str] | None) -> None:
     assert from_hf_config(LLAMA_8B | {"architectures": architectures}) == from_hf_config(LLAMA_8B)
+
+
+def test_exaone_4_without_a_windowed_layer_has_no_rope_where_a_window_is_configured() -> None:
+    config = LLAMA_8B | {"model_type": "exaone4", "layer_types": ["full_attention"] * 32}
+    config["rope_scaling"] = None
+    windowed, full = (from_hf_config(config | {"sliding_window": window}) for window in (4096, None))
+    assert (windowed.attention_pattern, full.attention_pattern) == ("N", "F")
+    assert [from_hf_config(to_hf_config(each), each.name) for each in (windowed, full)] == [windowed, full]
 
 
 def test_kimi_k2_is_a_deepseek_of_another_model_type() -> None:

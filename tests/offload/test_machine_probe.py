@@ -1,6 +1,7 @@
 """Attention rates derived from two shapes: of a machine whose speeds are known, and of this CPU."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ def test_attention_rates_of_a_machine_with_known_speeds(monkeypatch):
             "past_attention_backward_tflops": backward,
         }
     )
+
+
+def test_copies_are_no_copies_within_the_caches_of_a_cpu():
+    caches = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    largest = max((int(size.removesuffix("K")) << 10 for size in caches), default=0)
+    assert machine_probe.ON_CPU.copied > max(2 * largest, 1 << 27)
 
 
 def test_impossible_times_are_refused(monkeypatch):

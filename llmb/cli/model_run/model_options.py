@@ -1,4 +1,4 @@
-"""Options `--model` and `--task` of submit and show, and the recipe that they stand for."""
+"""Options `--model` and `--task` of submit, show, plan and serve, and the recipe that they stand for."""
 
 import argparse
 import os
@@ -17,11 +17,15 @@ OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bi
 
 def add_model_options(parser: argparse.ArgumentParser, default: str = "train") -> None:
     """Add --model and --task; `default`: of the task."""
-    add = parser.add_argument
-    model_help = "instead of -w: a Hugging Face folder, or its config.json alone (random weights)"
-    add("--model", metavar="PATH", help=model_help)
+    add_model_option(parser)
     task_help = f"with --model: train, serve, or offload (out-of-core training); default: {default}"
-    add("--task", choices=TASKS, help=task_help)
+    parser.add_argument("--task", choices=TASKS, help=task_help)
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """Add --model, where the command is the task."""
+    model_help = "instead of -w: a Hugging Face folder, or its config.json alone (random weights)"
+    parser.add_argument("--model", metavar="PATH", help=model_help)
 
 
 def recipes_for(options: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from llmb.config.huggingface.llama_like import same_layers
 from llmb.config.huggingface.mixtures import MIXTURES
 from llmb.config.model import Model
 from llmb.config.serialization import build, convert, read_json
-from llmb.errors import ConfigError, UnknownName
+from llmb.errors import ConfigError
 
 # Our field -> field of config.json, by part of a model.
 LAYER_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
@@ -115,7 +115,8 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
     """Return the model of a config.json, or raise a ConfigError that names what is not supported."""
     model_type = convert(dict[str, Any], config, "config.json").get("model_type")
     if not isinstance(model_type, str) or model_type not in _CLASS_NAMES:
-        raise UnknownName("model_type of config.json:", model_type, _CLASS_NAMES)
+        choices = ", ".join(_CLASS_NAMES)  # without the nearest: a name that is alike is another network
+        raise ConfigError(f"unknown model_type of config.json: {str(model_type)!r}; choices are: {choices}")
     formats = ("mxfp4",) if model_type == "gpt_oss" else ("fp8",)
     check_quantization(config, formats)
     _check_class(config, model_type)

@@ -37,6 +37,20 @@ def to_hf_rope(model: Model) -> HfConfig:
     return config | ({"partial_rotary_factor": rope.partial_rotary_factor} if rope.partial_rotary_factor != 1.0 else {})
 
 
+def to_hf_rope_sections(model: Model) -> HfConfig:
+    """Return RoPE in the newer format, for layers without and with a sliding window."""
+    full = model.rope or RopeConfig(theta=0.0)
+    ropes = {"full_attention": full, "sliding_attention": model.local_rope or full}
+    return {
+        layer_type: {
+            "rope_type": "default" if rope.scaling == "none" else rope.scaling,
+            "rope_theta": rope.theta,
+            **to_hf(rope, ROPE_FIELDS.get(rope.scaling, {})),
+        }
+        for layer_type, rope in ropes.items()
+    }
+
+
 def from_hf_rope(config: HfConfig, types: Collection[str], layer_type: str = "") -> dict[str, Any]:
     """Read the older format (rope_theta, rope_scaling) or the newer one (rope_parameters).
 

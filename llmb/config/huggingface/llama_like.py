@@ -22,7 +22,7 @@ from llmb.config.huggingface.hf_fields import (
     required,
     to_hf,
 )
-from llmb.config.huggingface.hf_rope import ROPE_FIELDS, from_hf_rope, to_hf_rope
+from llmb.config.huggingface.hf_rope import ROPE_FIELDS, from_hf_rope, to_hf_rope, to_hf_rope_sections
 from llmb.config.model import Model, RopeConfig
 from llmb.config.serialization import convert
 from llmb.errors import ConfigError
@@ -59,6 +59,7 @@ class LlamaLike:
     rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)  # of scaling
     has_partial_rotary: bool = False  # partial_rotary_factor: only the first channels of a head have RoPE
     has_local_rope: bool = False  # another RoPE in layers with a sliding window
+    has_rope_sections: bool = False  # written in the newer format, a section for each type of layer
     has_rope_in_windows_only: bool = False  # layers without a window have no RoPE, in models with one
     refused: HfConfig = field(default_factory=dict)  # of config.json: field -> the only supported value
     names: dict[str, str] = field(default_factory=lambda: LLAMA_NAMES)
@@ -122,7 +123,10 @@ class LlamaLike:
             config["attention_bias"] = model.o_bias
         if self.has_gemma_scalars:
             config |= _write_gemma_scalars(model)
-        if self.has_local_rope:
+        if self.has_rope_sections:
+            config = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+            config["rope_parameters"] = to_hf_rope_sections(model)
+        elif self.has_local_rope:
             config["rope_local_base_freq"] = (model.local_rope or RopeConfig(theta=10_000.0)).theta
         return config
 
@@ -180,8 +184,9 @@ class LlamaLike:
         config: HfConfig = {"sliding_window": model.window}
         if self.layers_by != "sliding_window":
             by_letter = {letter: name for name, letter in LAYER_TYPES.items()}
-            if self.has_rope_in_windows_only and model.window is not None:
+            if self.has_rope_in_windows_only and "N" in kinds:
                 by_letter = {"S": by_letter["S"], "N": by_letter["F"]}
+                config["sliding_window"] = model.window or self.defaults["sliding_window"]  # if no layer has it
             config["layer_types"] = [by_letter.get(kind, kind) for kind in kinds]
         if self.layers_by == "flagged_layer_types":
             config["use_sliding_window"] = model.window is not None

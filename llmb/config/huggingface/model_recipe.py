@@ -104,9 +104,9 @@ def published_dtype(model: Model, task: str, stored: str | None = None, gpu: str
 
 
 def model_size(model: Model) -> str:
-    """Return the number of parameters as sizes are written: 8.2b, 135m."""
-    count = parameters(model)
-    return f"{count / 1e9:.3g}b" if count >= 1e9 else f"{max(count / 1e6, 0.1):.3g}m"
+    """Return the number of parameters as sizes are written, with three digits: 8.19b, 135m."""
+    count = float(f"{parameters(model):.3g}")
+    return f"{count / 1e9:g}b" if count >= 1e9 else f"{count / 1e6:g}m"
 
 
 def model_fields(model: Model) -> dict[str, Any]:

@@ -16,6 +16,7 @@ OLMO3 = replace(
     },
     layers_by="layer_types",
     has_local_rope=True,
+    has_rope_sections=True,
     # `transformers` reads no other pattern here, and its versions disagree about a theta that is not in a section.
     refused={"sliding_window_pattern": 4, "rope_theta": 500_000.0, "rope_local_base_freq": 500_000.0},
 )

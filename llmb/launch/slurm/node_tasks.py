@@ -18,6 +18,7 @@ from llmb.launch.slurm.slurm_command import run_slurm, unexpected_output
 from llmb.launch.slurm.srun import in_allocation
 
 USABLE_STATES = ("idle",)
+NO_NEW_JOBS = ("down", "drain", "drng", "fail", "failg", "inval", "unk")  # on which srun would wait for an operator
 # Options of a cluster's file that srun needs to get the same nodes, with their GPUs.
 OPTIONS = ("account", "partition", "qos", "reservation", "constraint", "gres", "gpus-per-node", "mem", "exclusive")
 TIME_LIMIT_MINUTES = "10"
@@ -35,7 +36,19 @@ class NodeState:
 
     @property
     def usable(self) -> bool:
-        return self.state.rstrip("*$@~#!%^-") in USABLE_STATES
+        return self._base in USABLE_STATES
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether a job gets this node, if only after others."""
+        return self._base not in NO_NEW_JOBS
+
+    @property
+    def _base(self) -> str:
+        return self.state.rstrip("*$@~#!%^-")
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.state}" + (f" ({self.reason})" if self.reason else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +92,25 @@ def choose_nodes(cluster: Cluster | None, nodelist: str | None, environ: Mapping
     options = {**node_options(cluster, on_cpu), "time": TIME_LIMIT_MINUTES}
     names = node_names(nodelist)
     others: tuple[NodeState, ...] = ()
-    if not names:
+    if names:
+        _check_nodes(names, node_states(None))
+    else:
         states = node_states(options.get("partition"))
         names = tuple(state.name for state in states if state.usable)
         others = tuple(state for state in states if not state.usable)
     if not names:
-        listed = ", ".join(f"{state.name} is {state.state}" for state in others) or "Slurm lists none"
-        raise ConfigError(f"no idle node: {listed}; name some with --nodelist to wait for them")
+        listed = ", ".join(map(str, others)) or "Slurm lists none"
+        raise ConfigError(f"no idle node: {listed}; name busy ones with --nodelist to wait for them")
     return ChosenNodes(names=names, options=options, not_asked=others)
+
+
+def _check_nodes(names: Sequence[str], states: Sequence[NodeState]) -> None:
+    """Refuse nodes that srun would reject, or wait for until an operator resumes them."""
+    by_name = {state.name: state for state in states}
+    if unknown := [name for name in names if name not in by_name]:
+        raise ConfigError(f"Slurm has no node {', '.join(unknown)}; `sinfo -N` lists those for --nodelist")
+    if unavailable := [by_name[name] for name in names if not by_name[name].takes_jobs]:
+        raise ConfigError(f"no job gets these nodes: {', '.join(map(str, unavailable))}; leave them out of --nodelist")
 
 
 def node_options(cluster: Cluster | None, on_cpu: bool) -> dict[str, str]:
