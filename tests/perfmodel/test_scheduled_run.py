@@ -88,6 +88,13 @@ def test_requests_beyond_the_batch_wait_for_a_slot():
     assert p.ttft_ms > 3 * predict_serving(replace(waiting, max_batch_size=256)).ttft_ms
 
 
+def test_the_queue_is_counted_as_ttft_is_with_the_first_wave_once():
+    p = predict_serving(replace(LLAMA, concurrency=96, max_batch_size=64, waves=10, isl=8000, osl=64))
+    waiting = p.terms["scheduler"]
+    assert 0 < waiting["ttft_besides_own_prefill"] < 0.1
+    assert waiting["kv_cache_queue"] > 4
+
+
 def test_more_requests_than_are_followed_repeat_the_first():
     long, longer = (predict_serving(replace(LLAMA, waves=waves)) for waves in (20, 200))
     assert longer.tpot_ms == pytest.approx(long.tpot_ms)

@@ -79,7 +79,7 @@ class _Run:
         self.decodes, self.cached = 0, 0.0  # requests that decode, and their cached tokens
         self.partial: tuple[_Requests, int] | None = None  # a prompt of which some chunks are computed
         self.ttft = self.tpot = self.queue = 0.0  # sums over requests
-        self.first_ttft = 0.0  # of ttft: of requests that are sent at the start, all together
+        self.first_ttft = self.first_queue = 0.0  # of these: of requests that are sent at the start, all together
         self.decode_tokens = 0.0  # of all steps
         unloaded = replace(setup, concurrency=1, max_batch_size=1, max_num_tokens=1, waves=1, lengths=())
         self.lines = _lines_of(unloaded, steps.rates, tuple(steps.mixed_sizes))
@@ -141,7 +141,9 @@ class _Run:
         first = self.waiting.popleft()
         count, waited = first.number, self.now - first.arrival_s
         admitted = min(count, most, 1 + int(waited / self.spacing)) if self.spacing else min(count, most)
-        self.queue += admitted * waited - self.spacing * admitted * (admitted - 1) / 2
+        queue = admitted * waited - self.spacing * admitted * (admitted - 1) / 2
+        self.queue += queue
+        self.first_queue += queue if first.sent_s == 0.0 else 0.0
         if admitted < count:
             arrival = first.arrival_s + admitted * self.spacing
             self.waiting.appendleft(first._replace(number=count - admitted, arrival_s=arrival))
@@ -261,7 +263,8 @@ def run_times(steps: NativeStep, slots: int, c: Constants) -> LoopTimes:
     followed = min(clients, count)
     run = _Run(steps, share, followed, lengths, c)
     run.run()
-    ttft, queue = _mean_ttft(run, followed, count, requests), run.queue / count if clients > share else 0.0
+    ttft = _mean(run.ttft, run.first_ttft, followed, count, requests)
+    queue = _mean(run.queue, run.first_queue, followed, count, requests) if clients > share else 0.0
     longer = max(1, sum(osl > 1 for _, osl in lengths))  # than one token, which the prefill computes
     tpot = run.tpot / longer
     if clients > share and count < 2 * clients:  # too few were followed: nearly all of the first wave
@@ -302,12 +305,12 @@ def _nominal_lengths(setup: ServingSetup) -> tuple[int, int]:
     return max(1, round(setup.isl * setup.length_ratio)), osl
 
 
-def _mean_ttft(run: _Run, clients: int, count: int, requests: int) -> float:
+def _mean(total_s: float, first_s: float, clients: int, count: int, requests: int) -> float:
     """Return the mean of all requests: the first of every client once, later ones like those that were followed."""
     if count == clients:
-        return run.ttft / count
-    later = (run.ttft - run.first_ttft) / (count - clients)
-    return (run.first_ttft + later * (requests - clients)) / requests
+        return total_s / count
+    later = (total_s - first_s) / (count - clients)
+    return (first_s + later * (requests - clients)) / requests
 
 
 def total(terms: dict[str, float]) -> float:
