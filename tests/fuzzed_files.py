@@ -86,3 +86,11 @@ def mutated_json(value: Any, chance: random.Random) -> bytes:
     if chance.random() < 1 / 3:
         return damaged_bytes(json.dumps(value).encode(), chance)
     return json.dumps(mutated_value(value, chance)).encode()
+
+
+def mutated_lines(values: list[Any], chance: random.Random) -> bytes:
+    """Return lines of JSON of which some are mutated, now and then with one that is nested too deeply."""
+    lines = [mutated_json(value, chance) if chance.random() < 0.5 else json.dumps(value).encode() for value in values]
+    if chance.random() < 0.02:
+        lines.insert(chance.randrange(len(lines) + 1), b"[" * 100_000)
+    return b"\n".join(lines)

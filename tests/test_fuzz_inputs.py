@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fuzzed_files import damaged_bytes, mutated_json, mutated_value
+from fuzzed_files import damaged_bytes, mutated_json, mutated_lines, mutated_value
+from published_models import DEEPSEEK, GPT_OSS_20B, LLAMA_8B, MIXTRAL
 
 from llmb.cli.stored_runs import load_run
 from llmb.config.bulk_file import read_bulk
 from llmb.config.faults.fault_file import read_faults, with_faults
 from llmb.config.faults.fault_plan import Fault, FaultInjection
+from llmb.config.huggingface.hf_config import load_hf_config, to_hf_config
 from llmb.config.load_settings import config_from_json
 from llmb.config.overrides import Setting
 from llmb.config.recipe import load, load_all, shipped
@@ -38,7 +40,13 @@ from llmb.launch.archive.pack import write_archive
 from llmb.launch.archive.unpack import read_archive
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.cluster_config import read_cluster
+from llmb.loadgen.client.openai_stream import ResponseReader
+from llmb.loadgen.dataset_file import read_dataset_file
+from llmb.loadgen.prompt_text import TextWriter
+from llmb.loadgen.traces import read_trace
 from llmb.report.summary import summary
+from llmb.results.compare.baseline import Baseline, check_comparable, judge, read_baseline
+from llmb.results.compare.median_interval import MedianInterval
 from llmb.results.derive import derive
 from llmb.results.job_store import Store
 from llmb.results.result import Result
@@ -89,6 +97,30 @@ CLUSTER = {
         "pretrain_grok1": {"slurm": {"mem": 0}, "container_mounts": ["/a:/b"]}}},
     "container": {"image": "x.sqsh", "mounts": ["/a:/a"]},
 }  # fmt: skip
+AZURE_TRACE = b"""TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+MOONCAKE_TRACE = [
+    {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]},
+    {"timestamp": 27, "input_length": 700, "output_length": 5, "hash_ids": [1, 3]},
+]
+DATASET = [
+    {"prompt": "Once upon", "output_tokens": 12}, {"input_ids": [17, 4], "output_tokens": 3},
+    {"messages": [{"role": "user", "content": "Why?"}], "output_tokens": 2},
+]  # fmt: skip
+SHARE_GPT = [{"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]}]
+CHUNKS = [
+    {"choices": [{"text": "a", "finish_reason": None}]},
+    {"choices": [{"delta": {"content": "b", "tool_calls": [{"function": {"name": "x"}}]}, "finish_reason": "length"}]},
+    {"usage": {"prompt_tokens": 3, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}},
+    {"error": {"message": "overloaded"}},
+]
+HF_CONFIGS = [to_hf_config(model) for model in (LLAMA_8B, DEEPSEEK, MIXTRAL, GPT_OSS_20B)]
+BASELINE = Baseline(
+    name="run", gpu_name="cpu", gpus=1, commit=None, samples_sha256="", settings={"model.layers": 2},
+    times={"ttft_ms": MedianInterval(median=5.0, low=4.0, high=6.0, n=40, block=2, blocks=20)},
+)  # fmt: skip
 
 
 class Inputs:
@@ -200,13 +232,40 @@ class Inputs:
         (folder / "model.safetensors.index.json").write_bytes(mutated_json(index, chance))
         check_folder(folder)
 
+    def trace(self, chance: random.Random) -> None:
+        content = damaged_bytes(AZURE_TRACE, chance) if chance.random() < 0.3 else mutated_lines(MOONCAKE_TRACE, chance)
+        read_trace(self.write("trace", content), 2.0)
+
+    def dataset(self, chance: random.Random) -> None:
+        content = mutated_json(SHARE_GPT, chance) if chance.random() < 0.3 else mutated_lines(DATASET, chance)
+        read_dataset_file(self.write("dataset", content), TextWriter(), 5)
+
+    def hf_config(self, chance: random.Random) -> None:
+        load_hf_config(self.write("config.json", mutated_json(chance.choice(HF_CONFIGS), chance)))
+
+    def server_stream(self, chance: random.Random) -> None:
+        events = mutated_lines(CHUNKS, chance).split(b"\n")
+        reader = ResponseReader(keep_text=chance.random() < 0.5)
+        reader.events(events, 1.0)
+        reader.block(b"\n\n".join(b"data: " + event for event in events), 1.0)
+        reader.whole(chance.choice(events), 2.0)
+        assert reader.text is None or isinstance(reader.text, str)
+        assert reader.finish is None or isinstance(reader.finish, str)
+
+    def baseline(self, chance: random.Random) -> None:
+        stored = json.loads(to_json(BASELINE))
+        damaged = read_baseline(self.write("baseline.json", mutated_json(stored, chance)))
+        check_comparable(damaged, BASELINE)
+        judge(damaged, BASELINE, "ttft_ms", 0.02)
+
 
 # Cases of `make test` and of `make test-all`, by cost: 20,000 and 1,000,000 in all.
 COUNTS = {
     "recipe": (600, 30_000), "bulk": (1_400, 70_000), "cluster": (1_500, 75_000), "config": (1_500, 75_000),
     "events": (2_500, 125_000), "result_file": (2_000, 100_000), "job_store": (1_000, 50_000),
-    "archive": (1_500, 75_000), "token_file": (5_500, 275_000), "weights": (2_000, 100_000),
-    "faults": (500, 25_000),
+    "archive": (1_500, 75_000), "token_file": (3_000, 150_000), "weights": (2_000, 100_000),
+    "faults": (500, 25_000), "trace": (600, 30_000), "dataset": (400, 20_000), "hf_config": (700, 35_000),
+    "server_stream": (500, 25_000), "baseline": (300, 15_000),
 }  # fmt: skip
 
 

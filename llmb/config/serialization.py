@@ -272,8 +272,12 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return what json.loads does; halves of a surrogate pair, which no file, store or terminal takes, are an error."""
-    return with_whole_characters(json.loads(text), text)
+    """Return what json.loads does, or raise a ValueError: also for what is nested too deeply, and for halves of a
+    surrogate pair, which no file, store or terminal takes."""
+    try:
+        return with_whole_characters(json.loads(text), text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def with_whole_characters(data: T, text: str) -> T:

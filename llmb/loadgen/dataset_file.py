@@ -9,13 +9,13 @@ The JSONL lines are those of trtllm-bench. Of a ShareGPT conversation the first 
 of its reply the number of output tokens.
 """
 
-import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmb.config.serialization import parse_json
 from llmb.errors import ConfigError
 from llmb.loadgen.lengths import LONGEST, read_text
 from llmb.loadgen.prompt_text import TextWriter
@@ -58,7 +58,7 @@ def dataset_entries(path: Path) -> list[tuple[str, Any]]:
     text = read_text(path, "the dataset ")
     if text.lstrip().startswith("["):
         try:
-            parsed = json.loads(text)
+            parsed = parse_json(text)
         except ValueError:
             parsed = None
         if isinstance(parsed, list) and all(isinstance(entry, dict) for entry in parsed):
@@ -67,7 +67,7 @@ def dataset_entries(path: Path) -> list[tuple[str, Any]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             try:
-                entries.append((f"line {number}", json.loads(line)))
+                entries.append((f"line {number}", parse_json(line)))
             except ValueError as error:
                 raise ConfigError(f"{path} line {number}: {error}") from error
     return entries

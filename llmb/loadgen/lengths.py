@@ -3,9 +3,9 @@
 read_length_pairs(Path("lengths.csv")) -> [(812, 96), ...]       # lines "input,output", or JSON [input, output]
 """
 
-import json
 from pathlib import Path
 
+from llmb.config.serialization import parse_json
 from llmb.errors import ConfigError
 
 LONGEST = 100_000_000  # tokens; beyond that a number in a file is a mistake
@@ -18,9 +18,9 @@ def read_length_pairs(path: Path) -> list[tuple[int, int]]:
         if not line.strip() or (number == 1 and line[:1].isalpha()):
             continue
         try:
-            values = json.loads(line) if line.lstrip().startswith("[") else line.replace(",", " ").split()
+            values = parse_json(line) if line.lstrip().startswith("[") else line.replace(",", " ").split()
             isl, osl = (int(value) for value in values)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"{path} line {number}: expected an input and an output length, got {line!r}") from error
         if not (1 <= isl <= LONGEST and 1 <= osl <= LONGEST):
             raise ConfigError(f"{path} line {number}: lengths must be 1 or more, got {isl} and {osl}")

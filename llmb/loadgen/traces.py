@@ -9,13 +9,13 @@ common beginning share prefixes.
 """
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from llmb.config.serialization import parse_json
 from llmb.errors import ConfigError
 from llmb.loadgen.lengths import LONGEST, read_text
 
@@ -69,7 +69,7 @@ def _mooncake_rows(path: Path, text: str) -> list[TraceRequest]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             ids = entry.get("hash_ids") or ()
             rows.append(
                 TraceRequest(
@@ -79,7 +79,7 @@ def _mooncake_rows(path: Path, text: str) -> list[TraceRequest]:
                     tuple(int(value) for value in ids),
                 )
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 f"{path} line {number}: expected timestamp (ms), input_length, output_length and maybe hash_ids, or "
                 f"columns {','.join(AZURE_COLUMNS)}"
@@ -93,7 +93,7 @@ def _azure_rows(path: Path, text: str) -> list[TraceRequest]:
         try:
             time_s = _timestamp(row["TIMESTAMP"])
             rows.append(TraceRequest(time_s, _length(row["ContextTokens"]), _length(row["GeneratedTokens"])))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise ConfigError(f"{path} line {number}: expected {', '.join(AZURE_COLUMNS)}") from error
     return rows
 

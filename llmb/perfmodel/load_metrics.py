@@ -12,6 +12,7 @@ from math import ceil, floor, fsum, isfinite, sqrt
 from operator import sub
 from typing import Protocol
 
+from llmb.config.serialization import whole_number
 from llmb.perfmodel import metrics
 from llmb.perfmodel.samples.order_statistics import order_statistics
 from llmb.perfmodel.samples.timed_requests import TimedRequest, TimedRequests
@@ -176,7 +177,12 @@ def lag_quantile(lag_ms: dict[str, float], fraction: float) -> float:
 
 def _lag_points(lag_ms: dict[str, float]) -> list[tuple[float, float]]:
     """Return the known percentiles as (fraction, lag), from 0 on."""
-    return [(0.0, 0.0), *sorted((int(name[1:]) / 100, lag) for name, lag in lag_ms.items() if name.startswith("p"))]
+    points = [(0.0, 0.0)]
+    for name, lag in lag_ms.items():
+        percent = whole_number(name.removeprefix("p")) if name.startswith("p") else None
+        if percent is not None and 0 < percent <= 100:
+            points.append((percent / 100, lag))
+    return sorted(points)
 
 
 def _interpolated(points: list[tuple[float, float]], fraction: float) -> float:

@@ -81,11 +81,11 @@ def client_line(result: Result) -> str | None:
     parts = [f"{processes} process{'es' if processes > 1 else ''}"]
     if "cpu_fraction" in client:
         parts.append(f"busy {100 * client['cpu_fraction']:.0f} %")
-    if "request_cost_us" in client:
+    if client.keys() >= {"request_cost_us", "token_cost_us"}:
         cost = f"{client['request_cost_us']:.0f} us a request and {client['token_cost_us']:.1f} us a token"
         parts.append(f"{cost} on a no-op server")
     for name, words in (("lateness_ms", "sent"), ("loop_lag_ms", "read")):
-        if name in client:
-            late = client[name]
+        late = client.get(name) or {}
+        if late.keys() >= {"p50", "p99"}:
             parts.append(f"{words} {late['p50']:.2f} ms late (p50), {late['p99']:.2f} ms (p99)")
     return f"client: {', '.join(parts)}"

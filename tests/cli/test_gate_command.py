@@ -9,7 +9,10 @@ from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import to_json
+from llmb.errors import ConfigError
 from llmb.events import RequestDone, RunEnded, RunStarted, StepDone, append
+from llmb.results.compare.baseline import Baseline, read_baseline
+from llmb.results.compare.median_interval import MedianInterval
 
 
 @pytest.fixture
@@ -147,3 +150,23 @@ def test_serving_is_gated_by_output_tokens_or_a_latency(llmb_run, recipes, tmp_p
     out = llmb_run("compare", tmp_path / "a", f"{slower},{more}")[1]
     assert "Student's distribution over repeats" in out
     assert "B generates" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"times": {}}, "holds no times"),
+        ({"times": {"tokens_per_s": {"median": 0.0, "low": None, "high": None, "n": 1, "block": 1, "blocks": 1}}}, "0"),
+    ],
+)
+def test_damaged_baseline_is_named(tmp_path, change, message):
+    baseline = Baseline(
+        name="run", gpu_name=None, gpus=1, commit=None, samples_sha256="", settings={},
+        times={"tokens_per_s": MedianInterval(median=1.0, low=None, high=None, n=1, block=1, blocks=1)},
+    )  # fmt: skip
+    path = tmp_path / "baseline.json"
+    path.write_text(to_json(baseline))
+    assert read_baseline(path) == baseline
+    path.write_text(json.dumps(json.loads(to_json(baseline)) | change))
+    with pytest.raises(ConfigError, match=message):
+        read_baseline(path)

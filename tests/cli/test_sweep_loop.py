@@ -1,5 +1,7 @@
 """The sweep loop on a scripted server: every point once, tiers, repeats, and the same result after a kill anywhere."""
 
+import json
+import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from llmb.cli.sweep.sweep_loop import Measurement, run_sweep
 from llmb.config.serialization import build, read_json, to_json
 from llmb.errors import ConfigError
-from llmb.loadgen.sweep.sweep_folder import SweepFolder
+from llmb.loadgen.sweep.sweep_folder import SweepFolder, read_plan
 from llmb.loadgen.sweep.sweep_plan import SweepPlan
 from llmb.results.result import Result
 from llmb.results.sweep.sweep_result import SweepResult
@@ -183,6 +185,22 @@ def test_a_sweep_is_opened_by_name_or_path_and_runs_once(folder, tmp_path):
 
 def test_a_damaged_line_is_named(folder):
     sweep = folder(plan())
-    sweep.points.write_text("no json\n" + to_json({"key": 1}) + "\n")
-    with pytest.raises(ConfigError, match=r"points\.jsonl: a line is no JSON"):
+    for line in ("no json", "[" * 100_000, "\\ud800 \\ud800"):
+        sweep.points.write_text(line + "\n" + to_json({"key": 1}) + "\n")
+        with pytest.raises(ConfigError, match=r"points\.jsonl: a line is no JSON"):
+            sweep.read_points()
+    os.truncate(sweep.points, 2**41)
+    with pytest.raises(ConfigError, match="bytes are more than"):
         sweep.read_points()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"configs": {}}, "load is missing"), ({"mode": "in_process"}, "run is missing"), ({"ladder": []}, "a ladder")],
+)
+def test_a_damaged_plan_is_named(folder, change, message):
+    sweep = folder(plan())
+    data = json.loads(to_json(plan())) | {"mode": "url", "configs": {"": {"load": {"isl": 1}}}} | change
+    sweep.plan.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=message):
+        read_plan(sweep)

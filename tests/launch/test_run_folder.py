@@ -121,6 +121,8 @@ def test_install_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert install_root({}) == install_root({"LLMB_INSTALL": ""}) == tmp_path / ".llmb"
     assert install_root({"LLMB_INSTALL": "~/x"}) == tmp_path / "x"
+    with pytest.raises(ConfigError, match="LLMB_INSTALL is too long"):
+        install_root({"LLMB_INSTALL": "x" * 5000})
     monkeypatch.chdir(tmp_path)
     assert install_root({"LLMB_INSTALL": "here"}) == tmp_path / "here"
 

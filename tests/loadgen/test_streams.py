@@ -168,3 +168,22 @@ def test_whole_responses():
     other = ResponseReader()
     other.whole(b"<html>", 1.0)
     assert other.error == "bad response: not a completion: <html>"
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        b"[" * 100_000, b'{"choices": 7}', b'{"choices": ["a", null]}', b'{"choices": {"a": 1}}',
+        b'{"choices": [{"text": ["a"], "finish_reason": {"a": 1}}]}',
+        b'{"usage": {"completion_tokens": 1000000000000000000000000000000}}',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("keep_text", [False, True])
+def test_what_no_server_should_send_ends_no_client(chunk, keep_text):
+    reader = ResponseReader(keep_text)
+    reader.events([b'{"choices": [{"text": "a"}]}', chunk, b'{"choices": [{"text": "b"}]}'], 1.0)
+    reader.whole(chunk, 2.0)
+    assert len(reader.token_times) >= 2
+    assert reader.finish is None
+    assert reader.usage.output_tokens is None
+    assert reader.text is None or isinstance(reader.text, str)

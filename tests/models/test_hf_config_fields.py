@@ -19,6 +19,7 @@ import torch
 from dense_cases import DENSE_CASES
 from huggingface_hub.errors import StrictDataclassError
 from mixture_cases import MIXTURE_CASES
+from published_models import GPT_OSS_20B
 from small_models import deepseek_model, llama_model, nemotron_h_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_rope_utils
@@ -353,3 +354,15 @@ def test_other_names_of_a_field_are_read_too() -> None:
         assert from_hf_config(renamed) == from_hf_config(base), alias
     with pytest.raises(ConfigError, match=r"mamba_dt_min=0\.3 is not supported; only 0\.001 is"):
         from_hf_config({name: value for name, value in base.items() if name != "time_step_min"} | {"mamba_dt_min": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("head_dim", [64], "head_dim: expected a whole number"),
+        ("num_hidden_layers", 2**31, "num_hidden_layers: 2147483648 must be at least 1 and at most 16,777,216"),
+    ],
+)
+def test_sizes_of_a_mixture_are_checked_before_they_are_used(field, value, message):
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config(to_hf_config(GPT_OSS_20B) | {field: value})

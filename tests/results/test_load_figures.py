@@ -141,3 +141,9 @@ def test_cost_and_energy_of_a_million_tokens():
     assert load_metrics.cost_per_million(3.6, 2, 1000.0) == pytest.approx(2.0)
     assert load_metrics.cost_per_million(3.6, None, 1000.0) is None
     assert load_metrics.joules_per_million(500.0, 1000) == 500_000
+
+
+def test_percentiles_of_lags_with_odd_names_are_left_out():
+    lags = {"p50": 1.0, "p²": 5.0, "p": 5.0, "p101": 5.0, "p0": 5.0, "mean": 5.0, "p99": 2.0}
+    assert load_metrics.lag_quantile(lags, 0.5) == 1.0
+    assert load_metrics.lag_quantile(lags, 1.0) == 2.0

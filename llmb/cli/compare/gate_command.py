@@ -33,9 +33,9 @@ def add_commands(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write a baseline, or print one line and return whether the limit holds."""
-    from llmb.config.serialization import build, read_json, to_json, to_plain, write_atomic
+    from llmb.config.serialization import to_json, to_plain, write_atomic
     from llmb.report.terminal.colour import print_report
-    from llmb.results.compare.baseline import Baseline, baseline_of, check_comparable, judge
+    from llmb.results.compare.baseline import baseline_of, check_comparable, judge, read_baseline
 
     limit = percentage(options.max_slowdown, "--max-slowdown")
     current = baseline_of([measured_run(name) for name in options.runs])
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         write_atomic(options.save, to_json(current, indent=1) + "\n")
         print_report(f"{options.save}: {current.name}, runs: {current.runs}, {', '.join(current.times)}")
         return 0
-    baseline = build(Baseline, read_json(options.baseline), str(options.baseline))
+    baseline = read_baseline(options.baseline)
     check_comparable(baseline, current)
     figure = options.figure or next(iter(baseline.times))
     verdict = judge(baseline, current, figure, limit)

@@ -65,11 +65,9 @@ def run(options: argparse.Namespace) -> int:
 
     from llmb.cli.sweep.plan_builder import build_plan
     from llmb.cli.sweep.sweep_progress import SweepProgress, describe_plan
-    from llmb.config.serialization import build, read_json
     from llmb.errors import ConfigError
     from llmb.launch.install_root import install_root
-    from llmb.loadgen.sweep.sweep_folder import SweepFolder, sweeps_path
-    from llmb.loadgen.sweep.sweep_plan import SweepPlan
+    from llmb.loadgen.sweep.sweep_folder import SweepFolder, read_plan, sweeps_path
 
     output = sys.stderr if options.json else sys.stdout
     parent = options.output or sweeps_path(install_root(os.environ))
@@ -77,8 +75,10 @@ def run(options: argparse.Namespace) -> int:
         if options.base_url or options.workload or options.concurrency or options.rate:
             raise ConfigError("--resume continues a sweep as it was planned; leave out what to measure")
         folder = SweepFolder.open(parent, options.resume)
-        plan = build(SweepPlan, read_json(folder.plan), "sweep.json")
+        plan = read_plan(folder)
         print(describe_plan(plan), file=output, flush=True)
+        if options.dry_run:
+            return 0
     else:
         plan = build_plan(options)
         print(describe_plan(plan), file=output, flush=True)

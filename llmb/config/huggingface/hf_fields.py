@@ -7,6 +7,7 @@ from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.params import FP8_BLOCK
 
 HfConfig = dict[str, Any]
+LARGEST_SIZE = 2**24  # of any size: a list of layers is built from one, and vocabularies have less than a million
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
 # Our field -> field of config.json, of every model.
 SIZE_FIELDS = {
@@ -61,6 +62,6 @@ def required(config: HfConfig, field: str) -> Any:
 def positive_int(config: HfConfig, field: str) -> int:
     """Return a field that must be a positive integer."""
     number = convert(int, required(config, field), f"config.json.{field}")
-    if number < 1:
-        raise ConfigError(f"config.json.{field}: {number} must be at least 1")
+    if not 1 <= number <= LARGEST_SIZE:
+        raise ConfigError(f"config.json.{field}: {number} must be at least 1 and at most {LARGEST_SIZE:,}")
     return number

@@ -106,9 +106,10 @@ def to_gpt_oss(model: Model) -> HfConfig:
 
 def from_gpt_oss(config: HfConfig) -> dict[str, Any]:
     check_supported(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"})
-    head_dim = config.get("head_dim", 64) or positive_int(config, "hidden_size") // positive_int(
-        config, "num_attention_heads"
-    )
+    if config.get("head_dim", 64):
+        head_dim = positive_int({"head_dim": 64} | config, "head_dim")
+    else:
+        head_dim = positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads")
     rope, factor = _yarn(config)
     layers = positive_int(config, "num_hidden_layers")
     alternating = (["sliding_attention", "full_attention"] * layers)[:layers]

@@ -13,6 +13,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from llmb.formats.json_checks import LARGEST_NUMBER
 from llmb.loadgen.client.sse import split_events
 
 TEXT_MARKS = tuple(f'"{key}":{space}"'.encode() for key in ("text", "content") for space in ("", " "))
@@ -95,7 +96,7 @@ class ResponseReader:
             return
         try:
             chunk = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.error = self.error or f"bad stream: an event is not JSON: {_short(data.decode(errors='replace'))}"
             return
         if not isinstance(chunk, dict):
@@ -104,7 +105,7 @@ class ResponseReader:
             self.error = f"stream error: {error_text(chunk)}"
             return
         self._read_usage(chunk)
-        for choice in chunk.get("choices") or ():
+        for choice in _choices(chunk):
             text = _text_of(choice)
             if text:
                 if self.first_token is None:
@@ -114,7 +115,7 @@ class ResponseReader:
                     self._texts.append(text)
                 elif self._mark is None:
                     self._mark = next((m for m in TEXT_MARKS if data.count(m) == 1), None)
-            self.finish = choice.get("finish_reason") or self.finish
+            self.finish = _finish_reason(choice) or self.finish
 
     def whole(self, body: bytes, now: float) -> None:
         """Read a response that was not streamed."""
@@ -124,13 +125,13 @@ class ResponseReader:
                 self.error = f"error response: {error_text(response)}"
                 return
             self._read_usage(response)
-            for choice in response.get("choices") or ():
+            for choice in _choices(response):
                 text = choice.get("text") or (choice.get("message") or {}).get("content") or ""
                 if self._texts is not None:
-                    self._texts.append(text)
-                self.finish = choice.get("finish_reason") or self.finish
+                    self._texts.append(str(text))
+                self.finish = _finish_reason(choice) or self.finish
             self.done = True
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, RecursionError):
             self.error = f"bad response: not a completion: {_short(body.decode(errors='replace'))}"
 
     def _read_usage(self, chunk: dict[str, Any]) -> None:
@@ -156,10 +157,19 @@ def _is_rare(data: bytes) -> bool:
     return usage in data or finish in data or error in data or spaced_usage in data or spaced_finish in data
 
 
-def _text_of(choice: Any) -> str:
+def _choices(chunk: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of a response, whatever a server sends in their place."""
+    choices = chunk.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
+def _finish_reason(choice: dict[str, Any]) -> str | None:
+    reason = choice.get("finish_reason")
+    return reason if isinstance(reason, str) else None
+
+
+def _text_of(choice: dict[str, Any]) -> str:
     """Return the new text of a chunk: of a completion, or of a chat message, reasoning and tool calls included."""
-    if not isinstance(choice, dict):
-        return ""
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         text = choice.get("text")
@@ -175,7 +185,7 @@ def _text_of(choice: Any) -> str:
 
 
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value < LARGEST_NUMBER else None  # an event takes no larger one
 
 
 def _short(text: str) -> str:

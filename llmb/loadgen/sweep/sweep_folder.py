@@ -13,7 +13,6 @@ A point without its line in points.jsonl was not finished: its folder is set asi
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from llmb.config.serialization import MAX_JSON_BYTES, to_json, write_atomic
+from llmb.config.serialization import MAX_JSON_BYTES, build, parse_json, read_json, to_json, write_atomic
 from llmb.errors import ConfigError, LaunchError
+from llmb.loadgen.sweep.sweep_plan import SweepPlan
 
 PLAN_FILE = "sweep.json"
 
@@ -129,8 +129,8 @@ class SweepFolder:
         if len(whole) < len(data):
             os.truncate(self.points, len(whole))
         try:
-            return [json.loads(line) for line in whole.splitlines() if line.strip()]
-        except (ValueError, RecursionError) as error:
+            return [parse_json(line.decode()) for line in whole.splitlines() if line.strip()]
+        except ValueError as error:
             raise ConfigError(
                 f"{self.points}: a line is no JSON ({error}); remove it to measure its point again"
             ) from error
@@ -145,3 +145,16 @@ class SweepFolder:
             except OSError as error:
                 raise ConfigError(f"sweep {self.path.name} is running in another process") from error
             yield
+
+
+def read_plan(folder: SweepFolder) -> SweepPlan:
+    """Read the plan of a sweep that is continued; a ConfigError names what its points cannot be measured without."""
+    plan = build(SweepPlan, read_json(folder.plan), str(folder.plan))
+    needed = {"url": ("load",), "serve": ("load", "arguments"), "in_process": ("run",)}[plan.mode]
+    for variant in plan.variants[:1] if plan.mode == "url" else plan.variants:
+        missing = [name for name in needed if not plan.configs.get(variant, {}).get(name)]
+        if missing:
+            raise ConfigError(f"{folder.plan}: configs of {variant!r}: {missing[0]} is missing")
+    if not plan.ladder or not plan.variants or plan.repeats < 1:
+        raise ConfigError(f"{folder.plan}: it needs a ladder, a variant and a repeat")
+    return plan

@@ -12,10 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from llmb.config.serialization import to_json
+from llmb.config.serialization import build, read_json, to_json
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.samples.timed_requests import TimedRequest
@@ -88,6 +89,17 @@ def check_repeats(runs: Sequence[MeasuredRun]) -> None:
             raise ConfigError(f"the runs are not repeats of one configuration: {differences[0]}")
         if (other_result.gpu_name, other_result.gpus) != (result.gpu_name, result.gpus):
             raise ConfigError(f"the runs are not on one kind of hardware: {result.gpu_name}, {other_result.gpu_name}")
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read a baseline; a ConfigError names the file and a time that is none."""
+    baseline = build(Baseline, read_json(path), str(path))
+    if not baseline.times:
+        raise ConfigError(f"{path} holds no times; save it again")
+    for name, time in baseline.times.items():
+        if not all(value is None or 0 < value < math.inf for value in (time.low, time.median, time.high)):
+            raise ConfigError(f"{path}: times.{name} is not above 0; save it again")
+    return baseline
 
 
 def repeated_times(runs: Sequence[MeasuredRun]) -> dict[str, MedianInterval]:
