@@ -51,6 +51,8 @@ def scale_down(settings: Row, recipe: Recipe, request: RunRequest, selectors: di
         _shorten(settings, request.gpus)
     if row is None:
         return "no layout for several GPUs is published, here"
+    if layout == real and gpu_of(row, recipe) == "cpu":  # a model that runs whole here
+        return None
     attention = " with attention data parallelism" if settings.get("attention_dp") else ""
     return f"layout {format_layout(real)} of {gpus} x {request.layout or gpu_of(row, recipe)}{attention} as"
 

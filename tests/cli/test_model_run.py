@@ -175,6 +175,9 @@ def test_a_small_model_runs_whole_on_a_cpu_and_a_large_one_as_a_proxy(tmp_path: 
     assert (tiny.machine.gpu, tiny.model.layers, tiny.model.hidden, tiny.proxy) == ("cpu", 2, 64, None)
     assert (large.machine.gpu, large.model.qk_norm) == ("cpu", "head")
     assert large.proxy is not None
+    pair = run_of(tmp_path, TINY, "--scale", "2")
+    assert (pair.machine.gpus, pair.parallel.dp, pair.proxy) == (2, 2, None)
+    assert run_of(tmp_path, TINY, "--task", "serve", "--scale", "2").proxy is None
     assert run_of(tmp_path, TINY, "--proxy").proxy is not None
     assert isinstance(run_of(tmp_path, TINY, "--task", "offload").workload, OutOfCore)
 
