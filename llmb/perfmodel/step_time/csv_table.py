@@ -3,9 +3,11 @@
 import csv
 import math
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TypeVar
 
+from llmb.config.serialization import open_regular_file
 from llmb.errors import ConfigError
 
 Row = TypeVar("Row")
@@ -14,7 +16,7 @@ Row = TypeVar("Row")
 def read_table(path: Path, parse: Callable[[dict[str, str], int], Row], columns: str) -> list[Row]:
     """Return the rows of a file, parsed with the number of their line; `columns`: those that a message names."""
     try:
-        with path.open(newline="") as file:
+        with TextIOWrapper(open_regular_file(path), encoding="utf-8", newline="") as file:
             rows = [parse(cells, number) for number, cells in enumerate(csv.DictReader(file), 2)]
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
