@@ -24,6 +24,7 @@ from llmb.errors import ConfigError, LaunchError, UnknownName
 
 T = TypeVar("T")
 SCALARS = {str, int, float, bool, type(None)}
+LARGE_JSON_BYTES = 2**26  # of larger files holes are looked for: their zeros would be read and decoded
 MAX_JSON_BYTES = 2**30  # the result of a million requests has a tenth; parsed it takes several times its size
 
 # Dataclass -> {name in older files: current name}. Whatever reads a stored file goes through `current_names`.
@@ -260,7 +261,7 @@ def read_json(path: Path) -> Any:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_JSON_BYTES:
                 raise ConfigError(f"cannot read {path}: {size:,} bytes are more than the {MAX_JSON_BYTES:,} allowed")
-            if size and (hole := os.lseek(file.fileno(), 0, os.SEEK_HOLE)) < size:
+            if size > LARGE_JSON_BYTES and (hole := os.lseek(file.fileno(), 0, os.SEEK_HOLE)) < size:
                 raise ConfigError(f"{path} is not valid JSON: nothing is stored from byte {hole:,} on")
             file.seek(0)
             content = file.read()

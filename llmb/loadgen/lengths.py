@@ -5,7 +5,7 @@ read_length_pairs(Path("lengths.csv")) -> [(812, 96), ...]       # lines "input,
 
 from pathlib import Path
 
-from llmb.config.serialization import parse_json
+from llmb.config.serialization import open_regular_file, parse_json
 from llmb.errors import ConfigError
 
 LONGEST = 100_000_000  # tokens; beyond that a number in a file is a mistake
@@ -33,7 +33,8 @@ def read_length_pairs(path: Path) -> list[tuple[int, int]]:
 def read_text(path: Path, noun: str = "") -> str:
     """Read a text file of the user; a ConfigError says why it cannot be read. `noun`: what it should be."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with open_regular_file(path) as file:
+            return file.read().decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read {noun}{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

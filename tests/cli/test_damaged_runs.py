@@ -214,6 +214,13 @@ def test_last_lines_of_a_log_before_a_hole_are_printed(runs, capsys):
     assert "line 998\nline 999\n" in capsys.readouterr().out
 
 
+def test_log_that_is_a_fifo_is_not_waited_for(runs, capsys):
+    os.mkfifo(runs[0].log)
+    assert main(["jobs", "rebuild"]) == 0
+    assert main(["jobs", "log", "L1"]) == 1
+    assert "it is not a regular file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["fifo", "no text"])
 def test_command_line_that_cannot_be_read_is_left_out_of_the_page(runs, kind, tmp_path):
     if kind == "fifo":

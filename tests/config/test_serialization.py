@@ -261,3 +261,14 @@ def test_json_has_null_where_a_number_is_not_finite():
     assert data["items"][2]["tp"] == 2
     assert (data["items"][3], data["table"]["y"]) == ({"x": [None]}, [1.0, None])
     assert to_json([1e308, 1e308]) == "[1e+308, 1e+308]"  # each is finite, their sum is not
+
+
+def test_json_with_a_hole_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text("[1]")
+    os.truncate(path, 2**29)
+    with pytest.raises(ConfigError, match="nothing is stored from byte"):
+        read_json(path)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        read_json(path)

@@ -1,5 +1,7 @@
 """Traces, datasets and lengths that no one should write are refused in one line."""
 
+import os
+
 import pytest
 
 from llmb.errors import ConfigError
@@ -25,6 +27,13 @@ def test_traces(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"line [12]: expected"):
         read_trace(path)
+
+
+def test_fifo_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for read in (read_trace, read_length_pairs, lambda path: read_dataset_file(path, TextWriter())):
+        with pytest.raises(ConfigError, match="it is not a regular file"):
+            read(tmp_path / "fifo")
 
 
 @pytest.mark.parametrize("text", [DEEP, "[1e999, 5]", "[5, Infinity]"])

@@ -1,6 +1,7 @@
 """The step-time predictor: formulas by hand, terms that sum, monotonicity, published rows in aggregate."""
 
 import math
+import os
 import re
 import statistics
 from dataclasses import replace
@@ -416,3 +417,9 @@ def test_the_engine_is_read_from_the_source():
     assert engine_of("NVIDIA-NeMo/Megatron-Bridge docs container-26.04@1", "") == "megatron-bridge"
     assert engine_of("pytorch/torchtitan docs", "grade=published; framework=torchtitan; compile") == "torchtitan"
     assert engine_of("", "") == "megatron-bridge"
+
+
+def test_table_that_is_a_fifo_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "rows.csv")
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        read_rows(tmp_path / "rows.csv")

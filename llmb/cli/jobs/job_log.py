@@ -58,6 +58,8 @@ class _PrintedLog:
         except FileNotFoundError as error:
             reason = "the run ended before it wrote a log, or has not started"
             raise ConfigError(f"{self.path} does not exist; {reason}") from error
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror}") from error
 
     def print_new(self) -> None:
         """Print what was written since."""

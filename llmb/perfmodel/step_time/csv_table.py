@@ -5,9 +5,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmb.config.serialization import open_regular_file
 from llmb.errors import ConfigError
 
 Row = TypeVar("Row")
@@ -17,7 +19,7 @@ SPARE = ""  # name of cells beyond the columns, which no column has
 def read_table(path: Path, parse: Callable[[dict[str, str], int], Row], required: Sequence[str]) -> list[Row]:
     """Return the rows of a file, parsed with the number of their line; without a required column none is."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with TextIOWrapper(open_regular_file(path), encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restkey=SPARE)
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             rows = [(cells, reader.line_num) for cells in reader]
