@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,17 +59,22 @@ def test_help_has_examples(llmb_run):
         assert words in out
 
 
-def start_server(*arguments: str, **variables: str) -> tuple[subprocess.Popen, list[str], str]:
-    """Start `llmb-run`, and return the process, its lines up to the address, and the address."""
+@contextmanager
+def server(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen, list[str], str]]:
+    """Start `llmb-run`, and yield the process, its lines up to the address, and the address; then stop it."""
     command = [sys.executable, "-m", "llmb.cli.llmb_run", *arguments, "--port", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if match := re.search(r"^serving \S+ at (http://127.0.0.1:\d+/v1) \(Ctrl-C stops\)$", line.rstrip()):
-            return process, lines, match[1]
-    raise AssertionError("".join(lines))
+    lines, match = [], None
+    try:
+        while match is None and (line := process.stdout.readline()):
+            lines.append(line)
+            match = re.search(r"^serving \S+ at (http://127.0.0.1:\d+/v1) \(Ctrl-C stops\)$", line.rstrip())
+        assert match, "".join(lines)
+        yield process, lines, match[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
 
 
 def post(address: str, path: str, body: dict, key: str = "") -> dict:
@@ -79,14 +86,13 @@ def post(address: str, path: str, body: dict, key: str = "") -> dict:
 @pytest.mark.slow
 def test_a_proxy_is_served_until_a_signal(tmp_path):
     key = "hunter2-hunter2"
-    process, lines, address = start_server(*SERVE, *TINY, "--api-key-env", "MY_KEY", MY_KEY=key)
-    assert lines[-1].startswith("serving Llama-3.1-8B at ")
-    assert "a proxy, not the model: " in "".join(lines)
-    reply = post(address, "completions", {"prompt": "Hello", "max_tokens": 4}, key)
-    assert reply["usage"]["completion_tokens"] <= 4
-    process.send_signal(signal.SIGINT)
+    with server(*SERVE, *TINY, "--api-key-env", "MY_KEY", MY_KEY=key) as (process, lines, address):
+        assert lines[-1].startswith("serving Llama-3.1-8B at ")
+        assert "a proxy, not the model: " in "".join(lines)
+        reply = post(address, "completions", {"prompt": "Hello", "max_tokens": 4}, key)
+        assert reply["usage"]["completion_tokens"] <= 4
     output = "".join(lines) + process.stdout.read()
-    assert process.wait(30) == 0
+    assert process.returncode == 0
     (folder,) = (path.parent for path in tmp_path.glob("llmb/workloads/*/experiments/*/*/*/config.json"))
     config = json.loads((folder / "config.json").read_text())
     assert config["workload"]["prefix_cache"] is True
@@ -108,16 +114,14 @@ def test_a_model_folder_is_served_with_its_weights_and_tokenizer(tmp_path):
     save_weights(network, folder, torch.float32)
     tokenizer = Path(__file__).parents[2] / "data" / "tokenizer.json"
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    process, lines, address = start_server("serve", "--model", str(folder))
     prompt = [17, 401, 5, 2222]
-    reply = post(address, "completions", {"prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 0})
+    with server("serve", "--model", str(folder)) as (process, lines, address):
+        reply = post(address, "completions", {"prompt": prompt, "max_tokens": 6, "temperature": 0})
+        listed = json.load(urllib.request.urlopen(f"{address}/models", timeout=60))["data"][0]
+    assert process.returncode == 0
     expected = list(prompt)
     for _ in range(6):
         expected.append(int(network(torch.tensor([expected]))[0, -1].argmax()))
-    listed = json.load(urllib.request.urlopen(f"{address}/models", timeout=60))["data"][0]
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 0
     assert (listed["id"], listed["tokenizer"]) == ("my-model", "tokenizer.json")
     assert reply["choices"][0]["text"] == Tokenizer.from_file(str(tokenizer)).decode(expected[len(prompt) :])
     assert not any("proxy" in line for line in lines)
