@@ -19,6 +19,7 @@ from typing import Any
 from outofcore.outofcore_rows import LORA_ROWS, Row, models, planned
 from outofcore.outofcore_rows import ROWS as OUT_OF_CORE_ROWS
 from prediction.native_serving import FIGURES, native_rows, predicted
+from training.one_rank_rows import ROWS as ONE_RANK_ROWS
 from training.train_rows import ROWS as TRAINING_ROWS
 from training.train_rows import configuration
 
@@ -26,9 +27,10 @@ from llmb.config.model import MambaConfig, Model
 from llmb.config.overrides import from_arguments
 from llmb.config.recipe import load_all, load_yaml, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import RunRequest
+from llmb.config.row_selection import OneRankRequest, RunRequest
 from llmb.config.serialization import build, convert
 from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
+from llmb.perfmodel.explain.run_prediction import predict_training
 from llmb.perfmodel.offload.machine_rates import Rates, known_rates, read_rates
 from llmb.perfmodel.offload.plan_candidate import PlanResult
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving
@@ -40,6 +42,8 @@ from llmb.report.table import render
 
 AIM = 5.0  # percent
 PER_STEP = ("optimizer", "overhead")  # terms that a micro-batch does not have
+MICRO_BATCHES = 64  # of a step whose micro-batches are compared: what it does once is no part of them
+HERE = Machine(gpu="h200", gpus=1, gpus_per_node=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +110,35 @@ def micro_batches(figures: dict[str, Any], rates: Rates | None) -> Iterator[Samp
             config = RunConfig(
                 name="rank", target=figure["workload"], size=figure["size"], model=model, parallel=Parallel(),
                 machine=Machine(gpu="h200", gpus=1, gpus_per_node=8), precision=Precision(dtype=dtype),
-                workload=Training(seqlen=figure.get("seqlen", 8192), mbs=1, gbs=2, ga=2, balanced_experts=True),
+                workload=Training(
+                    seqlen=figure.get("seqlen", 8192), mbs=1, gbs=MICRO_BATCHES, ga=MICRO_BATCHES, balanced_experts=True
+                ),
             )  # fmt: skip
             terms = predict(setup_of(config, rates=rates)).terms
-            seconds = sum(seconds for name, seconds in terms.items() if name not in PER_STEP)
+            seconds = sum(seconds for name, seconds in terms.items() if name not in PER_STEP) / MICRO_BATCHES
             yield Sample(
                 kind="micro-batch", row=f"{figure['row']} {dtype}", pool=figure["pool"],
-                measured_s=rank_flops(config) / figure[dtype] / 1e12, predicted_s=seconds,
+                measured_s=rank_flops(config) / MICRO_BATCHES / figure[dtype] / 1e12, predicted_s=seconds,
             )  # fmt: skip
+
+
+def one_rank(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
+    """Yield the rows of one_rank_gpu.py: whole steps of one rank of a layout, its collectives copies inside the GPU."""
+    recipes, by_title = load_all([shipped()]), {row.title: row for row in ONE_RANK_ROWS}
+    for figure in figures["one_rank"]:
+        row, changes = by_title[figure["row"]], figure.get("set", [])
+        settings = tuple(from_arguments([*row.settings, *changes]))
+        request = RunRequest(
+            size=row.size, dtype=row.dtype, gpus=row.scale, gpu="h100", settings=settings,
+            one_rank=OneRankRequest(rank=None, machine=HERE),
+        )  # fmt: skip
+        config = resolve(recipes[row.workload], request)
+        seconds = predict_training(config, rates, memory_gib=0.0).value
+        assert seconds is not None
+        yield Sample(
+            kind="one rank", row=_title(figure["row"], figure), pool=figure["pool"],
+            measured_s=rank_flops(config, config.pipeline_rank or 0) / figure["tflops"] / 1e12, predicted_s=seconds,
+        )  # fmt: skip
 
 
 def out_of_core(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
@@ -145,8 +170,8 @@ def serving(_: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
 
 def samples(rates: Rates | None = None, plans: bool = True) -> list[Sample]:
     """Return all rows with their predictions."""
-    figures: dict[str, Any] = load_yaml(FIGURES, "sections training, tuned, micro_batches, out_of_core")
-    parts = [training, tuned, micro_batches, serving, *([out_of_core] if plans else [])]
+    figures: dict[str, Any] = load_yaml(FIGURES, "sections training, tuned, micro_batches, one_rank, out_of_core")
+    parts = [training, tuned, micro_batches, one_rank, serving, *([out_of_core] if plans else [])]
     return [sample for part in parts for sample in part(figures, rates)]
 
 

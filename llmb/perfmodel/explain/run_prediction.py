@@ -19,12 +19,11 @@ from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving, predict_speculation
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.measured_device import measured_device
-from llmb.perfmodel.step_time.one_rank_time import copy_seconds, rank_setup
+from llmb.perfmodel.step_time.one_rank_time import rank_setup
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
 
 SERVING_ENGINES = {"native": "native", "trtllm": "trtllm"}  # engine of a run -> that of the serving predictor
-BETWEEN_RANKS = ("tp", "cp", "ep", "pp", "dp", "fsdp", "bubble", "jitter")  # terms
 ON_CPU = "the speed of a CPU is not predicted"
 
 
@@ -53,6 +52,11 @@ def predict_run(config: RunConfig, install: Path | None = None) -> Predicted:
 
 def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Predicted:
     rates = measured_rates(config.launch_machine.gpu, install) if install and config.engine == "native" else None
+    return predict_training(config, rates, memory_gib)
+
+
+def predict_training(config: RunConfig, rates: Rates | None, memory_gib: float) -> Predicted:
+    """Return the prediction of a training run on a GPU with these rates; none: those that its type is known to have."""
     note = unpredictable(config, rates)
     if note is not None:
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=note)
@@ -64,11 +68,9 @@ def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Pre
         prediction = predict(setup, on, memory_gib=memory_gib)
     except ConfigError as error:  # a layout or a network that the predictor does not describe
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=str(error))
-    # A rank that runs alone, perhaps on another GPU than its layout is for, neither communicates nor waits for peers.
-    absent = BETWEEN_RANKS if config.one_rank is not None else ()
+    # A rank that runs alone does not wait for its peers.
+    absent = ("jitter",) if config.one_rank is not None else ()
     terms = {name: seconds for name, seconds in prediction.terms.items() if seconds and name not in absent}
-    if config.one_rank is not None:
-        terms["copies"] = copy_seconds(config, on)
     value = sum(terms.values())
     low, high = (value / prediction.step_time_s * bound for bound in prediction.interval_80)
     return Predicted(

@@ -47,12 +47,18 @@ class RankTraffic:
     dp_bucket: float  # fraction of dp that is one bucket: nothing is left to compute while the last one is reduced
 
 
+NOTHING = Transfer()
+NO_TRAFFIC = RankTraffic(  # of a rank without peers
+    tp=NOTHING, tp_forward=NOTHING, cp=NOTHING, ep=NOTHING, etp=NOTHING, pp=NOTHING, fsdp=NOTHING, dp=NOTHING,
+    dp_gradients=0.0, dp_bucket=0.0,
+)  # fmt: skip
+
+
 def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffic:
     """Return what the average pipeline rank sends."""
     split = setup.parallel
     fsdp = split.fsdp and setup.sharding_ranks > 1
     tp_forward, tp_backward = (_tp_bytes(setup, *counts) for counts in zip(TP_GATHERS, TP_SCATTERS, strict=True))
-    nothing = Transfer()
     data = _data_parallel(setup, work, device)
     return RankTraffic(
         tp=ring_transfer(device, split.tp, 1, tp_forward + tp_backward),
@@ -61,8 +67,8 @@ def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffi
         ep=_experts(setup, work, device),
         etp=_expert_tp(setup, work),
         pp=_sends(setup, device),
-        fsdp=data if fsdp else nothing,
-        dp=nothing if fsdp or setup.task == "lora" else data,
+        fsdp=data if fsdp else NOTHING,
+        dp=NOTHING if fsdp or setup.task == "lora" else data,
         dp_gradients=_gradient_bytes(setup) / (_gradient_bytes(setup) + BF16),
         dp_bucket=_bucket_fraction(setup, work),
     )

@@ -32,6 +32,7 @@ class Gemm:
     count: float = 1.0
     low: bool = True  # in the dtype of the run; otherwise bf16
     tp_split: Literal["", "columns", "rows"] = ""  # of the weight: its input is gathered, or its output scattered
+    routed: bool = False  # of the routed experts
 
     @property
     def macs(self) -> float:
@@ -131,7 +132,7 @@ def _projections(m: float, hidden: int, width: float, gated: bool, experts: floa
     """Up and down projection, of an MLP or of several routed experts together, which gather no tokens over tp."""
     up = width * (2 if gated else 1)
     if experts is not None:
-        return [Gemm(m, up, hidden, experts), Gemm(m, hidden, width, experts)]
+        return [Gemm(m, up, hidden, experts, routed=True), Gemm(m, hidden, width, experts, routed=True)]
     return [Gemm(m, up, hidden, tp_split="columns"), Gemm(m, hidden, width, tp_split="rows")]
 
 

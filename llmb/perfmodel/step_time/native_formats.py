@@ -1,4 +1,4 @@
-"""Number formats of the native engine's training state, which its memory traffic depends on.
+"""Number formats of the native engine's training, which its memory traffic and the rate of its GEMMs depend on.
 
 native_formats(config).update_bytes     -> bytes per parameter that the optimizer reads and writes
 """
@@ -13,11 +13,12 @@ from llmb.perfmodel.shards import gradient_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class NativeFormats:
-    """Bytes per value of weights, moments and gradients; the defaults are those of a run."""
+    """Bytes per value of weights, moments and gradients, and accumulation; the defaults are those of a run."""
 
     master_bytes: float = BYTES["fp32"]
     moment_bytes: float = BYTES["fp32"]
     gradient_bytes: float = BYTES["fp32"]
+    fp8_fast_accum: bool = False  # of backward GEMMs
 
     @property
     def update_bytes(self) -> float:
@@ -25,10 +26,10 @@ class NativeFormats:
         return 2 * self.master_bytes + 4 * self.moment_bytes + 2 * self.gradient_bytes
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of Training that name these formats."""
+        """Return the fields of Training that these formats are."""
         names = {BYTES["fp32"]: "fp32", BYTES["bf16"]: "bf16"}
         sizes = {"master_weights": self.master_bytes, "moments": self.moment_bytes, "gradients": self.gradient_bytes}
-        return {name: names[size] for name, size in sizes.items()}
+        return {"fp8_fast_accum": self.fp8_fast_accum} | {name: names[size] for name, size in sizes.items()}
 
 
 def native_formats(config: RunConfig) -> NativeFormats:
@@ -39,4 +40,5 @@ def native_formats(config: RunConfig) -> NativeFormats:
         master_bytes=BYTES[work.master_weights],
         moment_bytes=BYTES[work.moments],
         gradient_bytes=float(gradient_bytes(config)),
+        fp8_fast_accum=work.fp8_fast_accum,
     )

@@ -20,9 +20,9 @@ from llmb.perfmodel.communication import ALL_REDUCE, ALL_TO_ALL, CollectiveTraff
 from llmb.perfmodel.shards import rank_flops
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.collective_time import Transfer, ring_transfer, sends_outside
-from llmb.perfmodel.step_time.fitted_constants import Constants, native_constants
+from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.step_constants import calibrated
-from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.step_setup import LocalCollectives, StepSetup
 from llmb.perfmodel.step_time.waterfall import transfer_time
 
 # Mesh dimension of a collective -> kind under which its time is added.
@@ -44,6 +44,7 @@ class OneRankTime:
 def rank_setup(config: RunConfig, setup: StepSetup) -> StepSetup:
     """Return the rank of a layout as a run of its own: the layers of its pipeline stages, the LM head on the last."""
     split, rank, shape = setup.parallel, config.pipeline_rank or 0, setup.shape
+    setup = replace(setup, local=local_collectives(config))
     if split.pp == 1:
         return setup
     stages = stage_layers(setup.layer_count, split.pp, split.vp)[rank :: split.pp]
@@ -55,11 +56,12 @@ def rank_setup(config: RunConfig, setup: StepSetup) -> StepSetup:
     )  # fmt: skip
 
 
-def copy_seconds(config: RunConfig, on: Device) -> float:
-    """Return the seconds of a step in which copies inside the GPU stand for collectives: bytes read and written."""
-    traffic = step_traffic(config, config.pipeline_rank or 0)
+def local_collectives(config: RunConfig) -> LocalCollectives:
+    """Return the copies inside the GPU that stand for a rank's collectives; that of a receive is its send's, too."""
+    work, traffic = config.workload, step_traffic(config, config.pipeline_rank or 0)
+    assert isinstance(work, Training)
     copied = sum(2 * collective.bytes for collective in traffic if collective.kind != "receive")
-    return copied / (on.memory_bandwidth * native_constants("rates")["memory"])
+    return LocalCollectives(sum(collective.count for collective in traffic) / work.ga, copied / work.ga)
 
 
 def one_rank_time(config: RunConfig, measured_s: float) -> OneRankTime:

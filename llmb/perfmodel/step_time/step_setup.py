@@ -30,6 +30,14 @@ TASKS = ("pretrain", "sft", "lora")
 ENDS = 2  # stages beyond the layers and MTP's: Megatron may count embedding and loss, as for 126 layers over 16 x 8
 
 
+@dataclass(frozen=True)
+class LocalCollectives:
+    """Collectives of a micro-batch that are copies inside the GPU, because one rank of a layout runs alone."""
+
+    count: float = 0.0
+    bytes: float = 0.0  # read and written
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSetup:
     """Everything that the predictor needs to know of a training run."""
@@ -59,6 +67,7 @@ class StepSetup:
     task: str = "pretrain"
     document_tokens: int | None = None  # of packed sequences, within which tokens attend; none: one document
     watts: float | None = None  # power limit of the GPU; none: its nominal one
+    local: LocalCollectives | None = None  # of one rank that runs alone; none: of ranks that communicate
     formats: NativeFormats = field(default_factory=NativeFormats)  # engine native: of the training state
     rates: MachineRates | None = None  # measured by `probe`: of engine native, or of a GPU without fitted efficiencies
 

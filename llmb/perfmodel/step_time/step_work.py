@@ -77,8 +77,10 @@ class BlockWork:
     gemms: tuple[GemmPass, ...] = ()
     attention_flops: float = 0.0
     scan_bytes: float = 0.0
+    scan_s: float = 0.0  # seconds of kernels that walk through a sequence, however few channels it has
     memory_bytes: float = 0.0
     quantize_bytes: float = 0.0
+    group_quantize_bytes: float = 0.0  # of these, of rows of routed experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,8 @@ class RankWork:
     forward: BlockWork
     backward: BlockWork
     head: BlockWork  # LM head and loss, forward and backward, of the last rank
-    kernels: float  # of a micro-batch, outside CUDA graphs
+    kernels: float  # of a micro-batch, with an idle GPU from one to the next
+    launches: float  # of these, by the host
     scan_layers: float  # blocks with a recurrence outside CUDA graphs
     captured_blocks: float  # blocks that are a CUDA graph of their own
     sharded_blocks: float  # blocks whose weights FSDP gathers, outside CUDA graphs
@@ -115,11 +118,13 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
     sharded = (dense + ends) / (setup.dp * split.cp) + routed / max(1, _expert_replicas(setup))
     trained = 0.0 if setup.task == "lora" else 1.0
     factor = 1.0 if setup.dtype == "bf16" else QUANTIZED_KERNELS
+    kernels = factor * sum(count * KERNELS[kind] * launched(setup, kind) for kind, count in counts.items())
     return RankWork(
         forward=_blocks(setup, device, counts, backward=False),
         backward=_blocks(setup, device, counts, backward=True),
         head=_head(setup, device),
-        kernels=factor * sum(count * KERNELS[kind] * launched(setup, kind) for kind, count in counts.items()),
+        kernels=kernels,
+        launches=kernels,
         scan_layers=sum(counts.get(kind, 0.0) * launched(setup, kind) for kind in SCANS),
         captured_blocks=sum(count for kind, count in counts.items() if is_captured(setup, kind)),
         sharded_blocks=sum(counts.values()) * (1.0 - setup.graphs) if split.fsdp else 0.0,
@@ -190,11 +195,12 @@ def _expert_replicas(setup: StepSetup) -> float:
 
 def _blocks(setup: StepSetup, device: Device, counts: dict[str, float], backward: bool) -> BlockWork:
     gemms: list[GemmPass] = []
-    memory = quantize = 0.0
+    memory = quantize = group_quantize = 0.0
     for kind, count in counts.items():
         for gemm in block_gemms(setup, kind):
             gemms += _passes(setup, device, gemm, count, backward)
             quantize += count * _quantized(setup, gemm, backward)
+            group_quantize += count * _quantized(setup, gemm, backward) * gemm.routed
         memory += count * _memory_bytes(setup, kind, backward)
     return BlockWork(
         gemms=tuple(gemms),
@@ -202,6 +208,7 @@ def _blocks(setup: StepSetup, device: Device, counts: dict[str, float], backward
         scan_bytes=_scan_bytes(setup, counts) * (BACKWARD_SCAN if backward else 1.0),
         memory_bytes=memory,
         quantize_bytes=quantize,
+        group_quantize_bytes=group_quantize,
     )
 
 
@@ -209,11 +216,14 @@ def _passes(setup: StepSetup, device: Device, gemm: Gemm, layers: float, backwar
     operand = OPERAND_BYTES[setup.dtype if gemm.low else "bf16"]
     x, w, y = gemm.m * gemm.k * gemm.count, gemm.weights, gemm.m * gemm.n * gemm.count
     sms, fill_k = device.fabric.sms, FILL_K_OF.get(setup.engine, FILL_K)
+    grouped = (
+        gemm.routed if setup.engine == "native" else gemm.count > 1
+    )  # others multiply a single expert as a dense one
 
     def gemm_pass(m: float, n: float, k: float, traffic: float, chunks: int = 1) -> GemmPass:
         ragged = gemm.count > 1 and m == gemm.m
         flops = layers * padded_flops(m, n, k, gemm.count, sms, ragged, fill_k, chunks)
-        return GemmPass(flops, layers * traffic, gemm.low, gemm.count > 1)
+        return GemmPass(flops, layers * traffic, gemm.low, grouped)
 
     chunks = _tp_chunks(setup, gemm, backward)
     if not backward:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from llmb.perfmodel.step_time.cluster_fabric import Device
-from llmb.perfmodel.step_time.collective_time import RankTraffic, Transfer, rank_traffic
+from llmb.perfmodel.step_time.collective_time import NO_TRAFFIC, RankTraffic, Transfer, rank_traffic
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.measured_device import device_of
 from llmb.perfmodel.step_time.native_work import explicit_recompute, is_explicit, native_rates, native_work
@@ -29,7 +29,7 @@ from llmb.perfmodel.step_time.step_work import (
 
 TERMS = (
     "gemm", "attention", "scan", "memory_bound", "quantization", "recompute", "tp", "cp", "ep", "pp", "dp", "fsdp",
-    "offload", "bubble", "optimizer", "launch", "host", "overhead", "jitter", "engine",
+    "copies", "offload", "bubble", "optimizer", "launch", "host", "overhead", "jitter", "engine",
 )  # fmt: skip
 
 
@@ -69,8 +69,9 @@ def step_work(setup: StepSetup, on: Device | None = None, work: RankWork | None 
     if work is None:
         work = rank_work(setup, on)
         if setup.engine == NATIVE:
-            work = native_work(setup, work)
-    return StepWork(setup, on, work, rank_traffic(setup, work, on), offloaded_bytes(setup))
+            work = native_work(setup, work, on)
+    traffic = rank_traffic(setup, work, on) if setup.local is None else NO_TRAFFIC
+    return StepWork(setup, on, work, traffic, offloaded_bytes(setup))
 
 
 def rates(step: StepWork, c: Constants) -> Rates:
@@ -127,7 +128,7 @@ def block_terms(block: BlockWork, r: Rates) -> dict[str, float]:
     return {
         "gemm": gemm,
         "attention": block.attention_flops / r.attention,
-        "scan": block.scan_bytes / r.scan,
+        "scan": block.scan_bytes / r.scan + block.scan_s,
         "memory_bound": block.memory_bytes / r.memory,
         "quantization": block.quantize_bytes / r.quantize,
     }
@@ -157,6 +158,8 @@ def step_terms(step: StepWork, c: Constants) -> dict[str, float]:
     terms["recompute"] = _recompute(step, forward, transfer_time(traffic.tp_forward, on, c) + FORWARD_EXPERTS * ep)
     exposed_pp = c["exposed_pp"] if (split.vp or 1) > 1 else 1.0
     terms["pp"] = exposed_pp * transfer_time(traffic.pp, on, c)
+    if setup.local is not None:
+        terms["copies"] = setup.local.bytes / r.memory
     terms["launch"] = work.kernels * c["launch"]
     terms["host"] = _exposed_host(step, c, sum(terms.values()))
     layers = sum(terms.values())
@@ -224,8 +227,10 @@ def _exposed_host(step: StepWork, c: Constants, gpu: float) -> float:
     The transition is smooth, as layers differ: a norm of 4 of both times.
     """
     setup, work = step.setup, step.work
-    launches = work.kernels * c["host_kernel"] + work.scan_layers * c["host_mamba"]
+    launches = work.launches * c["host_kernel"] + work.scan_layers * c["host_mamba"]
     launches += work.captured_blocks * c["host_replay"]
+    if setup.local is not None:
+        launches += setup.local.count * (1.0 - setup.graphs) * c["host_collective"]
     if setup.engine.startswith("megatron"):
         launches += work.sharded_blocks * c["host_fsdp"]
     kernels = 1.0 if setup.dtype == "bf16" else QUANTIZED_KERNELS
