@@ -17,41 +17,35 @@ from llmb.perfmodel.step_time.step_work import block_counts
 
 @dataclass(frozen=True)
 class Launches:
-    """Kernels of a block, forward and backward: with one rank, and what more each dimension of a layout adds."""
+    """Kernels of a block, forward and backward: in bf16 with one rank, and what more each setting adds."""
 
     alone: int
+    fp8: int
     tp: int = 0
+    tp_fp8: int = 0
     cp: int = 0
     ep: int = 0
     fsdp: int = 0
+    fsdp_fp8: int = 0
 
-    def of(self, split: Parallel) -> int:
+    def of(self, split: Parallel, is_quantized: bool) -> int:
         """Return the launches of one block."""
-        added = {"tp": split.tp > 1, "cp": split.cp > 1, "ep": split.ep * split.etp > 1, "fsdp": split.fsdp}
-        return self.alone + sum(getattr(self, name) for name, is_split in added.items() if is_split)
+        tp, cp, ep = split.tp > 1, split.cp > 1, split.ep * split.etp > 1
+        added = self.tp * tp + self.cp * cp + self.ep * ep + self.fsdp * split.fsdp
+        return self.alone + added + is_quantized * (self.fp8 + self.tp_fp8 * tp + self.fsdp_fp8 * split.fsdp)
 
 
-# By whether GEMMs are quantized: blocks that are modules, and those of the layer with explicit backward.
 MODULES = {
-    False: {
-        "attention": Launches(17, tp=4, cp=13),
-        "mla": Launches(37, tp=6, cp=13),
-        "mlp": Launches(13, tp=4),
-        "experts": Launches(51, ep=11),
-        "mamba": Launches(89, tp=4),
-    },
-    True: {
-        "attention": Launches(33, tp=4, cp=13),
-        "mla": Launches(60, tp=6, cp=13),
-        "mlp": Launches(21, tp=4),
-        "experts": Launches(120, ep=11),
-        "mamba": Launches(97, tp=4),
-    },
+    "attention": Launches(17, 16, tp=4, cp=13),
+    "mla": Launches(37, 23, tp=6, cp=13),
+    "mlp": Launches(13, 8, tp=4),
+    "experts": Launches(51, 69, ep=11),
+    "mamba": Launches(89, 8, tp=4),
 }
 ROPE = 4  # of an attention module: of queries and of keys
-EXPLICIT = {
-    False: {"attention": Launches(14, tp=6, cp=21, fsdp=3), "mlp": Launches(10, tp=6, fsdp=3)},
-    True: {"attention": Launches(18, tp=9, cp=21, fsdp=7), "mlp": Launches(13, tp=9, fsdp=7)},
+EXPLICIT = {  # of the layer with explicit backward
+    "attention": Launches(14, 4, tp=6, tp_fp8=3, cp=21, fsdp=3, fsdp_fp8=4),
+    "mlp": Launches(10, 3, tp=6, tp_fp8=3, fsdp=3, fsdp_fp8=4),
 }
 
 
@@ -59,10 +53,10 @@ def native_kernels(setup: StepSetup) -> float:
     """Return the kernels that the host launches for a micro-batch's forward and backward."""
     model, counts, is_quantized = setup.shape.model, block_counts(setup), setup.dtype != "bf16"
     explicit = has_llama_layers(model)
-    blocks = (EXPLICIT if explicit else MODULES)[is_quantized]
-    kernels = sum(count * blocks[kind].of(setup.parallel) for kind, count in counts.items())
+    blocks = EXPLICIT if explicit else MODULES
+    kernels = sum(count * blocks[kind].of(setup.parallel, is_quantized) for kind, count in counts.items())
     if not explicit and model.rope is not None:
         kernels += ROPE * counts.get("attention", 0.0)
     if model.experts is not None and model.experts.shared:
-        kernels += blocks["mlp"].of(setup.parallel) * counts.get("experts", 0.0)
+        kernels += blocks["mlp"].of(setup.parallel, is_quantized) * counts.get("experts", 0.0)
     return kernels
