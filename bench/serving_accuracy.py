@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from accuracy import table
+from accuracy import at_least, table
 from prediction.native_serving import native_cells, with_native
 from prediction.ratio_picture import ratio_svg
 from prediction.serving_fit import METRICS, Predicted, Rows, Sample, fitted, sample
@@ -135,18 +135,18 @@ def layout(s: Sample) -> str:
     return " ".join(f"{name} {size}" for name, size in names if size > 1) or "one GPU"
 
 
-def report(rows: Sequence[ServingRow], c: Constants) -> str:
-    """Return the document."""
+def report(rows: Sequence[ServingRow], c: Constants, data: Path) -> str:
+    """Return the document; `data` is the folder of published_inference.csv."""
     samples, left_out = usable(rows)
     errors = Rows(samples).log_errors(c)
     models = left_out_errors(samples, lambda s: s.model)
     gpus = left_out_errors(samples, lambda s: s.setup.gpu)
     everything = [row for row in rows if row.setup is not None and row.tpot_ms and row.ttft_ms]
     described = Rows([sample(row) for row in everything]).log_errors(c)
-    start = time.perf_counter()
+    start = time.process_time()
     for s in samples:
         predict_serving(s.setup)
-    rate = len(samples) / (time.perf_counter() - start)
+    rate = len(samples) / (time.process_time() - start)
     parts = [
         INTRODUCTION,
         table(("", *HEADER), [
@@ -160,7 +160,7 @@ def report(rows: Sequence[ServingRow], c: Constants) -> str:
         "80 % intervals whose widths come from the other models or GPUs hold, of TTFT, TPOT and E2E: "
         f"{', '.join(coverage(samples, models, lambda s: s.model))} % of the rows of left-out models and "
         f"{', '.join(coverage(samples, gpus, lambda s: s.setup.gpu))} % of left-out GPUs (aim: 75 to 88).",
-        f"Speed: about {round(rate, -2):.0f} rows/s on one core (aim: 50).",
+        f"Speed: {at_least(rate)} rows/s on one core (aim: 50).",
         "![predicted against measured TPOT](pictures/serving_tpot_accuracy.svg)",
         "![predicted against measured TTFT](pictures/serving_ttft_accuracy.svg)",
         "## All rows, constants fitted to all of them",
@@ -172,10 +172,10 @@ def report(rows: Sequence[ServingRow], c: Constants) -> str:
         by_group(samples, gpus, lambda s: s.setup.gpu, "GPU"),
         "## Maximum throughput of TensorRT-LLM's published tables",
         OFFLINE,
-        offline_table(DATA / "published_inference.csv"),
+        offline_table(data / "published_inference.csv"),
         "## GB200",
         GB200,
-        table(("model", "dtype", "rows", "median %", "inside the interval %"), unseen_rows(DATA, "gb200")),
+        table(("model", "dtype", "rows", "median %", "inside the interval %"), unseen_rows(data, "gb200")),
         "## The native engine on one H200",
         NATIVE,
         table(("row", "measured on", "measured", "predicted", "error %", "TTFT ms", "predicted"), native_cells()),
@@ -326,7 +326,7 @@ def main() -> None:
         samples, _ = usable(rows)
         store(samples, with_native(fitted(samples)))
         return
-    text = report(rows, calibrated_serving())
+    text = report(rows, calibrated_serving(), options.csv.parent)
     options.out.write_text(text)
     print(text)
 

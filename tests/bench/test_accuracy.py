@@ -112,3 +112,7 @@ def test_contradictory_settings_and_other_trainings_make_no_pair():
     assert len(samples) == 5
     assert layout_ranking.layout_pairs(samples) == []
     assert len(layout_ranking.release_noise(samples)) == 0
+
+
+def test_the_stated_speed_is_the_same_on_a_slower_machine():
+    assert {accuracy.at_least(rate) for rate in (1000, 2310, 5060)} == {"at least 1,000"}

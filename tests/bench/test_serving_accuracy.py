@@ -93,6 +93,14 @@ def test_native_first_tokens_are_predicted_within_the_aim():
     assert max(errors) < 0.45  # some prompts of 8 and of 64 clients waited longer than all prefills together take
 
 
+def test_constants_of_the_native_engine_are_fitted_to_rows_that_no_kernel_of_its_own_decides():
+    c = calibrated_serving()
+    fitted = native_serving.with_native(c)
+    for name in ("experts_native", "small_tiles_native", "block_scales_native", "attention_fp8_native"):
+        assert fitted[name] == pytest.approx(serving_constants()[name].prior)
+    assert all(value == pytest.approx(c[name], rel=0.01) for name, value in fitted.items())
+
+
 def test_the_table_has_a_line_for_each_native_row():
     cells = native_serving.native_cells()
     assert len(cells) == len(native_serving.native_rows())
