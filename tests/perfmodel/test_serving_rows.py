@@ -5,7 +5,7 @@ import pytest
 from llmb.errors import ConfigError
 from llmb.perfmodel.serving_time.row_rules import FASTER, IMPOSSIBLE, REPEATED, SERIES, WAITED, left_out_rows
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_concurrencies, parse_serving_settings
-from llmb.perfmodel.serving_time.serving_rows import parse_serving_row, read_serving_rows
+from llmb.perfmodel.serving_time.serving_rows import default_kv_dtype, parse_serving_row, read_serving_rows
 from llmb.perfmodel.shapes.model_catalog import find_model
 
 LLAMA = {"model": "Llama-3.1-8B-Instruct-FP8", "backend": "vllm", "backend_version": "0.12.0", "system": "h200_sxm",
@@ -60,6 +60,12 @@ def test_settings_of_the_recipes_fill_what_no_column_tells():
     assert parse_serving_row(DEEPSEEK | {"backend_version": "1.2.0rc6.post3"}).setup.draft_tokens == 1
     explicit = parse_serving_row(DEEPSEEK | {"kv_dtype": "bf16", "max_num_tokens": "4096", "length_ratio": "1"}).setup
     assert (explicit.kv_dtype, explicit.max_num_tokens, explicit.length_ratio) == ("bf16", 4096, 1.0)
+
+
+def test_a_gpu_without_fp8_units_caches_in_bf16():
+    """Otherwise an A100 would hold a larger batch of quantized weights than an H100 of the same memory."""
+    kinds = {gpu: default_kv_dtype("vllm", gpu, "nvfp4") for gpu in ("a100", "h100", "h200", "b200")}
+    assert kinds == {"a100": "bf16", "h100": "bf16", "h200": "fp8", "b200": "fp8"}
 
 
 def test_an_unversioned_row_is_of_the_older_generation():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmb.errors import ConfigError, LlmbError
+from llmb.perfmodel.hardware import GPUS
 from llmb.perfmodel.serving_time.serving_constants import ENGINES, parse_engine
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
@@ -127,10 +128,12 @@ def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla:
 def default_kv_dtype(engine: str, gpu: str, dtype: str) -> str:
     """Return the dtype of the KV cache where nobody says: fp8 with quantized weights, as the published recipes set it.
 
-    vLLM's recipes left it in bf16 on H100, and SGLang's on Hopper; the batch that fits shows it.
+    vLLM's recipes left it in bf16 on H100, and SGLang's on Hopper; the batch that fits shows it. So does a GPU without
+    fp8 units.
     """
     plain = {"vllm": ("h100",), "sglang": ("h100", "h200")}
-    return "bf16" if dtype == "bf16" or gpu in plain.get(engine, ()) else "fp8"
+    peaks = GPUS[gpu].peak_flops if gpu in GPUS else {}
+    return "bf16" if dtype == "bf16" or gpu in plain.get(engine, ()) or (peaks and "fp8" not in peaks) else "fp8"
 
 
 def _layout(cells: dict[str, str], shape: ModelShape) -> tuple[int, int, int, int]:
