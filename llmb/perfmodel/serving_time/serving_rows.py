@@ -32,6 +32,13 @@ COLUMNS = (
     "model", "backend", "backend_version", "system", "precision", "isl", "osl", "concurrency", "tp", "pp",
     "attention_dp", "moe_tp", "moe_ep", "kv_dtype", *KNOBS, "length_ratio", "ttft_ms", "tpot_ms",
 )  # fmt: skip
+# Words of `predict`, of its JSON and of engines' options for columns.
+SPELLINGS = {
+    "engine": "backend", "engine_version": "backend_version", "gpu": "system", "gpu_type": "system",
+    "dtype": "precision", "ep": "moe_ep", "input_len": "isl", "output_len": "osl", "max_concurrency": "concurrency",
+    "clients": "concurrency", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp",
+    "data_parallel_size": "attention_dp",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,7 @@ class ServingRow:
 
 def read_serving_rows(path: Path) -> list[ServingRow]:
     """Read a CSV file; every row comes back, with a description or a reason."""
-    return read_table(path, parse_serving_row, REQUIRED)
+    return read_table(path, parse_serving_row, REQUIRED, SPELLINGS)
 
 
 def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
