@@ -358,6 +358,27 @@ def test_listed_scales_that_a_layout_cannot_have_are_refused_and_those_of_a_rang
     assert [line.split()[0] for line in out.splitlines() if line.strip()[:1].isdigit()] == ["16", "32"]
 
 
+@pytest.mark.parametrize(
+    "task", [["--scale", "24"], ["--task", "serve", "--isl", "8", "--osl", "8", "--concurrency", "1"]]
+)
+@pytest.mark.parametrize(
+    ("model", "tp", "message"),
+    [
+        (
+            "nemotron4-15b",
+            3,
+            "tp 3 does not divide 8 key and value heads, nor is it a multiple of them; possible: [1, 2, ",
+        ),
+        ("llama2-13b", 5, "tp 5 does not divide 13824 channels of the MLP; possible: [1, 2, 4, 8]"),
+        ("deepseek-v3-671b", 12, "tp 12 does not divide 128 attention heads; possible: [1, 2, 4, 8, 16, "),
+    ],
+)
+def test_a_tp_that_no_engine_can_have_names_the_possible_ones(llmb_run, task, model, tp, message):
+    code, out, err = llmb_run("predict", "--model", model, "--gpu-type", "b200", *task, "--set", f"tp={tp}")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
 def test_a_curve_names_the_scales_that_do_not_fit(llmb_run):
     model = ["predict", "--model", "llama3.1-70b", "--gpu-type", "h100", "--scale", "8..64", "--set", "fsdp=true"]
     model += ["--set", "recompute=full"]

@@ -123,7 +123,7 @@ def test_rows_are_predicted_or_say_why_not(llmb_run, tmp_path):
     [
         (["--model", "llama3.1-8b"], "needs --gpu-type, --isl, --osl, --concurrency; GPU types are: a100, a100-40gb"),
         ([*SERVE[1:], "--scale", "8"], "--scale is for training; the layout gives the GPUs of an engine: --set tp=2"),
-        ([*SERVE[1:], "--set", "tp=3"], "tp 3 does not divide 64 attention heads; possible: [1, 2, 4, 8, 16, 32]"),
+        ([*SERVE[1:], "--set", "tp=3"], "tp 3 does not divide 64 attention heads; possible: [1, 2, 4, 8, 16, 32, 64]"),
         ([*SERVE[1:], "--engine", "tgi"], "unknown engine 'tgi'; choices are: vllm, sglang, trtllm, native"),
         ([*SERVE[1:], "--dtype", "int8"], "unknown dtype 'int8'"),
         ([*SERVE[1:], "--concurrency", "no"], "--concurrency: expected clients such as 64"),

@@ -27,7 +27,7 @@ CROWDED = [
     load("nemotron4-340b", "sglang", "gb300", "bf16", 1000, 3, 100, tp=8, pp=2),
     load("llama3.1-405b", "vllm", "b300", "nvfp4", 1024, 2, 7),
     load("qwen2.5-7b", "trtllm", "a100", "bf16", 1000, 2, 32, tp=2, pp=4),
-    load("phi-4", "vllm", "h200", "fp8", 20000, 3, 1024, tp=4),
+    load("phi-4", "vllm", "h200", "fp8", 20000, 3, 1024, tp=2),
     load("llama3.1-8b", "vllm", "h200", "fp8", 8192, 128, 512),
     load("llama3.2-3b", "vllm", "b300", "bf16", 1000, 512, 2048, tp=4),
 ]

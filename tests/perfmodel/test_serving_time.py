@@ -222,7 +222,7 @@ def test_active_experts_grow_with_tokens_up_to_all():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp": 3}, "tp 3 does not divide 64 attention heads; possible: [1, 2, 4, 8, 16, 32]"),
+        ({"tp": 3}, "tp 3 does not divide 64 attention heads; possible: [1, 2, 4, 8, 16, 32, 64]"),
         ({"ep": 2}, "has no experts: ep 2 is not possible"),
         ({"isl": 0}, "isl must be a whole number, 1 or more, got 0"),
         ({"dtype": "int4"}, "unknown dtype 'int4'"),
