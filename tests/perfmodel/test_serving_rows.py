@@ -62,6 +62,19 @@ def test_settings_of_the_recipes_fill_what_no_column_tells():
     assert (explicit.kv_dtype, explicit.max_num_tokens, explicit.length_ratio) == ("bf16", 4096, 1.0)
 
 
+@pytest.mark.parametrize("layout", [{"tp": "8"}, {"attention_dp": "8", "moe_ep": "8"}], ids=["tp", "replicas"])
+def test_a_load_without_published_columns_is_that_of_predict(layout):
+    """Neither the lengths and settings of InferenceMAX, nor an engine of 2025."""
+    load = {"model": "deepseek-r1", "backend": "trtllm", "system": "b200", "precision": "nvfp4", "isl": "1024",
+            "osl": "1024", "concurrency": "64", **layout}  # fmt: skip
+    names = {"moe_ep": "ep"}
+    values = parse_serving_settings([f"{names.get(name, name)}={value}" for name, value in layout.items()])
+    row = parse_serving_row(load).setup
+    assert row == build_serving_setup(
+        find_model("deepseek-v3-671b"), "b200", "nvfp4", "trtllm", (1024, 1024), 64, values
+    )
+
+
 def test_a_gpu_without_fp8_units_caches_in_bf16():
     """Otherwise an A100 would hold a larger batch of quantized weights than an H100 of the same memory."""
     kinds = {gpu: default_kv_dtype("vllm", gpu, "nvfp4") for gpu in ("a100", "h100", "h200", "b200")}

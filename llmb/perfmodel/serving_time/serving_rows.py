@@ -26,7 +26,8 @@ RECIPE_LENGTHS, RANDOM_RATIO = (1024, 8192), 0.9
 KNOBS = ("max_num_tokens", "max_batch_size", "receive_interval", "draft_tokens")
 DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}  # of a step
 SPECULATIVE = ("1.2.0rc6.post3",)  # TensorRT-LLM of recipes with a multi-token-prediction layer
-UNVERSIONED = "0"  # rows without a version are from the first published runs, of 2025
+UNVERSIONED = "0"  # empty cells of versions are from the first published runs, of 2025; no such column: the newest
+PUBLISHED_LAYOUT = {"attention_dp", "moe_tp", "moe_ep"}  # columns that published files have, and loads of users seldom
 REQUIRED = ("model", "backend", "system", "isl", "osl", "concurrency")
 COLUMNS = (
     "model", "backend", "backend_version", "system", "precision", "isl", "osl", "concurrency", "tp", "pp",
@@ -98,7 +99,7 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
         ep=ep,
         moe_tp=moe_tp,
         engine=engine,
-        engine_version=cells.get("backend_version") or UNVERSIONED,
+        engine_version=cells.get("backend_version") or (UNVERSIONED if "backend_version" in cells else ""),
         length_ratio=positive_cell(cells, "length_ratio") or (RANDOM_RATIO if recipe else 1.0),
         **_knobs(cells, engine, gpu, attention_dp, shape.model.mla is not None),
     )
@@ -106,7 +107,8 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
 
 def _is_recipe(cells: dict[str, str]) -> bool:
     """Return whether a row has the form of InferenceMAX's recipes: all layout columns, lengths of 1,024 and 8,192."""
-    return bool(cells.get("attention_dp")) and all(_optional(cells, name) in RECIPE_LENGTHS for name in ("isl", "osl"))
+    has_layout = all(cells.get(name) for name in PUBLISHED_LAYOUT)
+    return has_layout and all(_optional(cells, name) in RECIPE_LENGTHS for name in ("isl", "osl"))
 
 
 def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla:
             knobs["draft_tokens"] = int(mla and cells.get("backend_version") in SPECULATIVE)
         if engine == "sglang" and gpu not in ("h100", "h200"):
             knobs["receive_interval"] = 30 if clients >= 16 else 10
-    elif engine == "trtllm" and clients > 1 and "attention_dp" in cells:
+    elif engine == "trtllm" and clients > 1 and cells.keys() >= PUBLISHED_LAYOUT:
         knobs["max_batch_size"] = clients - 1
     columns = {name: _optional(cells, name) for name in KNOBS}
     return knobs | {name: value for name, value in columns.items() if value is not None}
