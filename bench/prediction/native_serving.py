@@ -31,6 +31,7 @@ SWEEP_LENGTH, SWEEP_BATCH, SWEEP_WAVES = 1000, 1024, 2
 OFFLINE_FRACTION = 0.95  # of the memory, for the KV cache
 CONTEXT = 752  # cached tokens of the decode rows
 DEEPSEEK_LAYERS, DEEPSEEK_CONTEXT = 5, 1030  # one dense layer; cached tokens in the middle of the timed steps
+FITTED_MODEL = "Llama-3.1-8B"
 NOISE, TTFT_NOISE = 0.02, 0.3  # log standard deviation: chips differ by 2 to 3 %
 
 
@@ -46,6 +47,13 @@ class NativeRow:
     kernels: Constants = field(default_factory=dict)  # rates of kernels that have been replaced since
     step: dict[str, float] = field(default_factory=dict)  # of a single step, in place of a run
     whole_run: bool = False  # compared by its output tokens/s, not by its TPOT
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether constants are fitted to it: other rows check those of kernels that were measured alone."""
+        setup = self.setup
+        plain = not (setup.has_block_scales or setup.attention_dtype or setup.lengths)
+        return plain and setup.shape.model.name == FITTED_MODEL
 
 
 def _setup(dtype: str, model: str = "llama3.1-8b", **fields: Any) -> ServingSetup:
@@ -127,9 +135,9 @@ def predicted(row: NativeRow, c: Constants, rates: Rates | None = None) -> tuple
 
 
 def with_native(c: Constants) -> Constants:
-    """Return the constants with those of the native engine fitted to its own rows."""
+    """Return the constants with those of the native engine fitted to its plain rows of one model."""
     native = {name: constant for name, constant in serving_constants().items() if name.endswith("_native")}
-    rows = native_rows()
+    rows = [row for row in native_rows() if row.is_fitted]
 
     def errors_of(values: Constants) -> np.ndarray:
         times = [predicted(row, c | values) for row in rows]

@@ -151,9 +151,9 @@ def run_selection(options: argparse.Namespace) -> Any:
     settings += from_arguments(options.set)
     if options.force and any(setting.field == "resume" for setting in settings):
         settings.append(Setting(field="force_resume", value=True, source="--force"))
-    size = _flag_or_variable(options.size, "MODEL_SIZE", "-s")
-    dtypes = _flag_or_variable(options.dtype, "DTYPE", "--dtype")
-    scales = _flag_or_variable(options.scale, "JOB_TOTAL_GPUS", "--scale")
+    size = flag_or_variable(options.size, "MODEL_SIZE", "-s")
+    dtypes = flag_or_variable(options.dtype, "DTYPE", "--dtype")
+    scales = flag_or_variable(options.scale, "JOB_TOTAL_GPUS", "--scale")
     gpu = selected_gpu(options)
     return RunSelection(
         targets=_list(options.workload) or (),
@@ -223,7 +223,7 @@ def selected_gpu(options: argparse.Namespace) -> str | None:
 
 def _requested_gpu(options: argparse.Namespace) -> str | None:
     """Return the GPU type that the user names; None: that of the cluster or of this machine."""
-    return _flag_or_variable(options.gpu_type, "GPU_TYPE", "--gpu-type")
+    return flag_or_variable(options.gpu_type, "GPU_TYPE", "--gpu-type")
 
 
 def known_gpu_type(name: str) -> str:
@@ -256,7 +256,7 @@ def reported_memory(gpu: str | None) -> int | None:
     return None if gpu is None or is_listed(gpu) or gpu != gpu_here() else gpu_memory_bytes()
 
 
-def _flag_or_variable(flag: str | None, variable: str, option: str) -> str | None:
+def flag_or_variable(flag: str | None, variable: str, option: str) -> str | None:
     """Return a flag or its environment variable, which must not disagree."""
     from llmb.errors import ConfigError
 

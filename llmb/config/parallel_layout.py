@@ -104,6 +104,33 @@ def _check_tensors(p: Parallel, model: Model, replicate_kv: bool = False) -> Non
             )
 
 
+def tensor_splits(model: Model) -> list[int]:
+    """Return every tp that any engine can have: of whole query heads and MLP channels, and of KV heads or replicas."""
+    return [tp for tp in divisors(model.heads) if _splits_kv(model, tp) and not _mlp_channels(model) % tp]
+
+
+def check_tensor_split(model: Model, tp: int) -> None:
+    """Refuse a tp that no engine can have, and name those that are possible."""
+    possible = tensor_splits(model)
+    if tp in possible:
+        return
+    undivided = f"{model.heads} attention heads"
+    if model.heads % tp == 0:
+        undivided = f"{_mlp_channels(model)} channels of the MLP"
+        if not _splits_kv(model, tp):
+            undivided = f"{model.kv_heads} key and value heads, nor is it a multiple of them"
+    raise ConfigError(f"tp {tp} does not divide {undivided}; possible: {possible}")
+
+
+def _splits_kv(model: Model, tp: int) -> bool:
+    """Return whether ranks hold whole KV heads, each its own or one of several that hold the same; MLA has none."""
+    return model.mla is not None or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+
+
+def _mlp_channels(model: Model) -> int:
+    return model.ffn if model.blocks.get("mlp") else 0
+
+
 def check_has_experts(p: Parallel, model: Model) -> None:
     """Check that the model has experts if ep or etp is set."""
     if model.experts is None and (p.ep > 1 or p.etp > 1):

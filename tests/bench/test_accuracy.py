@@ -13,6 +13,7 @@ from llmb.perfmodel.step_time.step_constants import calibrated, constants
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 accuracy = import_module("accuracy")
+step_intervals = import_module("prediction.step_intervals")
 layout_ranking = import_module("prediction.layout_ranking")
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
 LLAMA = {"source": "v25.04", "model": "llama3.1", "size": "8b", "gpu": "h100", "dtype": "bf16", "seqlen": "8192",
@@ -41,7 +42,13 @@ def test_a_constant_without_rows_stays_at_its_prior(samples):
 def test_widths_and_coverage_of_known_errors(samples):
     errors = np.linspace(0.0, 0.1, len(samples))
     assert 0 < accuracy.half_widths(samples, errors)["dense"] <= 0.1
-    assert 0 < accuracy.coverage(samples, lambda s: s.model, errors) <= 100
+    inside = step_intervals.rows_inside(samples, lambda s: s.model, errors)
+    assert 0 < inside.mean() <= 1
+    rows = step_intervals.coverage_rows(samples, inside, inside)
+    (h100,) = [row for row in rows if row[0] == "GPU h100"]
+    members = [held for held, s in zip(inside, samples, strict=True) if s.setup.gpu == "h100"]
+    assert h100[1:] == (len(members), *[f"{100 * np.mean(members):.0f}"] * 2)
+    assert all(count >= step_intervals.FEW_ROWS for _, count, *_ in rows)
 
 
 def test_rows_that_cannot_be_used_are_listed_by_reason():
@@ -112,3 +119,7 @@ def test_contradictory_settings_and_other_trainings_make_no_pair():
     assert len(samples) == 5
     assert layout_ranking.layout_pairs(samples) == []
     assert len(layout_ranking.release_noise(samples)) == 0
+
+
+def test_the_stated_speed_is_the_same_on_a_slower_machine():
+    assert {accuracy.at_least(rate) for rate in (1000, 2310, 5060)} == {"at least 1,000"}

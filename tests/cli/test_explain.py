@@ -145,7 +145,23 @@ def test_training_figures_in_three_units_agree(llmb_run):
     tflops = json.loads(llmb_run(*TRAINED, "--tflops-per-gpu", str(needed), "--json")[1])
     assert tokens["limits"][0]["needed"] == pytest.approx(needed)
     assert tflops["limits"][0]["fraction"] == pytest.approx(step["limits"][0]["fraction"])
-    assert "attention in full" in tflops["notes"][-1]
+    assert "attention in full" in tflops["notes"][-2]
+    assert "recomputed forwards too (HFU)" in tflops["notes"][-1]
+
+
+def test_another_flop_convention_is_a_cause_of_an_impossible_figure(llmb_run):
+    """800 TFLOP/s of an H100 in bf16: 472 where half of the attention counts, which is most of 131,072 tokens."""
+    long = ["explain", "--model", "llama3.1-8b", "--gpu-type", "h100", "--scale", "8", "--set", "cp=8"]
+    causes = {
+        tflops: json.loads(llmb_run(*long, "--set", "seqlen=131072", "--tflops-per-gpu", tflops, "--json")[1])["causes"]
+        for tflops in ("800", "1100", "1500")
+    }
+    assert causes["800"][0] == "it counts attention in full, not causal: 472 TFLOP/s/GPU by our convention"
+    assert causes["800"][1] == "it counts recomputed forwards too (HFU): 600 TFLOP/s/GPU by our convention"
+    assert [cause.split(":")[0] for cause in causes["1100"][:2]] == [
+        "it counts attention in full, not causal", "weights are frozen (LoRA)",
+    ]  # fmt: skip
+    assert not any("convention" in cause for cause in causes["1500"])
 
 
 @pytest.mark.parametrize(

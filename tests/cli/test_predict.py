@@ -333,6 +333,8 @@ def test_a_file_of_rows_takes_no_option_that_describes_one_run(llmb_run, tmp_pat
         (["recompute=full", "offload_layers=1"], "offload_layers 1: at most 0 of the 32 layers"),
         (["recompute=selective", "recompute_layers=2"], "recompute_layers has no effect with recompute=selective"),
         (["dispatcher=deepep"], "dispatcher has no effect: Llama-3.1-8B has no experts"),
+        (["etp=2"], "etp 2 has no effect: Llama-3.1-8B has no experts"),
+        (["vp=4"], "vp 4 has no effect without pipeline stages"),
     ],
 )
 def test_settings_that_are_impossible_or_change_nothing_are_refused(llmb_run, settings, message):
@@ -354,6 +356,68 @@ def test_listed_scales_that_a_layout_cannot_have_are_refused_and_those_of_a_rang
     code, out, err = llmb_run(*model, "--scale", "4..32")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines() if line.strip()[:1].isdigit()] == ["16", "32"]
+
+
+@pytest.mark.parametrize(
+    "task", [["--scale", "24"], ["--task", "serve", "--isl", "8", "--osl", "8", "--concurrency", "1"]]
+)
+@pytest.mark.parametrize(
+    ("model", "tp", "message"),
+    [
+        (
+            "nemotron4-15b",
+            3,
+            "tp 3 does not divide 8 key and value heads, nor is it a multiple of them; possible: [1, 2, ",
+        ),
+        ("llama2-13b", 5, "tp 5 does not divide 13824 channels of the MLP; possible: [1, 2, 4, 8]"),
+        ("deepseek-v3-671b", 12, "tp 12 does not divide 128 attention heads; possible: [1, 2, 4, 8, 16, "),
+    ],
+)
+def test_a_tp_that_no_engine_can_have_names_the_possible_ones(llmb_run, task, model, tp, message):
+    code, out, err = llmb_run("predict", "--model", model, "--gpu-type", "b200", *task, "--set", f"tp={tp}")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
+def test_a_curve_names_the_scales_that_do_not_fit(llmb_run):
+    model = ["predict", "--model", "llama3.1-70b", "--gpu-type", "h100", "--scale", "8..64", "--set", "fsdp=true"]
+    model += ["--set", "recompute=full"]
+    code, out, err = llmb_run(*model)
+    memory = {item["gpus"]: item["memory_gib"] for item in json.loads(llmb_run(*model, "--json")[1])}
+    assert (code, err) == (0, "")
+    assert [gpus for gpus, gib in memory.items() if gib > 79.2] == [8]
+    assert "does not fit in the memory of a GPU at 8 GPUs\n" in out
+    lines = {int(line.split()[0]): line for line in out.splitlines() if line.strip()[:1].isdigit()}
+    assert all(f" {gib:.0f} " in lines[gpus] for gpus, gib in memory.items())
+
+
+def test_json_tells_whether_a_layout_fits(llmb_run, tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("model,size,gpu,dtype,gpus,mbs,fsdp,seqlen\nllama3.1,70b,h100,bf16,8,1,true,4096\n")
+    for arguments in (["--model", "llama3.1-70b", "--gpu-type", "h100", "--scale", "8"], ["--rows", str(rows)]):
+        data = json.loads(llmb_run("predict", *arguments, "--json")[1])
+        data = data[0] if isinstance(data, list) else data
+        assert data["gpu_memory_gib"] == pytest.approx(79.1, abs=0.2)
+        assert data["memory_gib"] > data["gpu_memory_gib"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "more", "expected"),
+    [
+        ({"MODEL_SIZE": "8b", "DTYPE": "fp8", "JOB_TOTAL_GPUS": "8", "GPU_TYPE": "h100"}, [], (8, "fp8", 128, 1)),
+        ({"MBS": "2"}, ["-s", "8b", "--dtype", "fp8", "--scale", "8", "--gpu-type", "h100"], (8, "fp8", 128, 2)),
+    ],
+)
+def test_variables_of_the_recipes_choose_and_override_the_row_as_for_submit(
+    llmb_run, monkeypatch, variables, more, expected
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    data = json.loads(llmb_run("predict", "-w", "pretrain_llama3.1", *more, "--json")[1])
+    assert (data["gpus"], data["dtype"], data["gbs"], data["mbs"]) == expected
+    monkeypatch.setenv("DTYPE", "bf16")
+    code, _, err = llmb_run("predict", "-w", "pretrain_llama3.1", "--dtype", "fp8")
+    assert (code, err) == (1, "ERROR: --dtype fp8 and DTYPE=bf16 disagree; give one of them\n")
 
 
 def test_a_mistake_in_what_if_is_not_one_of_the_rows(llmb_run, tmp_path):

@@ -79,6 +79,17 @@ def test_a_recipe_row_of_inference(llmb_run, workload):
     assert curve[0]["tpot_ms"] < curve[1]["tpot_ms"]
 
 
+def test_mode_and_use_case_are_those_of_the_environment_as_for_submit(llmb_run, monkeypatch):
+    monkeypatch.setenv("MODE", "min_latency")
+    monkeypatch.setenv("USE_CASE", "chat:128/128")
+    row = ["-w", "inference_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "1", "--gpu-type", "h200"]
+    data = json.loads(llmb_run("predict", "--task", "serve", *row, "--json")[1])
+    tuned = json.loads(llmb_run("tune", "--task", "serve", *row, "--json")[1])["recipe"]
+    assert (data["isl"], data["osl"], data["concurrency"]) == (128, 128, 1)
+    assert tuned["output_tokens_per_s"] == pytest.approx(data["output_tokens_per_s"])
+    assert f"predicted output: {data['output_tokens_per_s']:.4g} tokens/s" in llmb_run("show", *row)[1]
+
+
 def test_what_if_changes_the_hardware(llmb_run):
     base = json.loads(llmb_run(*SERVE, "--json")[1])
     faster = json.loads(llmb_run(*SERVE, "--what-if", "gpu.hbm_bw=2x", "--json")[1])
@@ -112,7 +123,7 @@ def test_rows_are_predicted_or_say_why_not(llmb_run, tmp_path):
     [
         (["--model", "llama3.1-8b"], "needs --gpu-type, --isl, --osl, --concurrency; GPU types are: a100, a100-40gb"),
         ([*SERVE[1:], "--scale", "8"], "--scale is for training; the layout gives the GPUs of an engine: --set tp=2"),
-        ([*SERVE[1:], "--set", "tp=3"], "tp 3 does not divide 64 attention heads; possible: [1, 2, 4, 8, 16, 32]"),
+        ([*SERVE[1:], "--set", "tp=3"], "tp 3 does not divide 64 attention heads; possible: [1, 2, 4, 8, 16, 32, 64]"),
         ([*SERVE[1:], "--engine", "tgi"], "unknown engine 'tgi'; choices are: vllm, sglang, trtllm, native"),
         ([*SERVE[1:], "--dtype", "int8"], "unknown dtype 'int8'"),
         ([*SERVE[1:], "--concurrency", "no"], "--concurrency: expected clients such as 64"),

@@ -46,6 +46,29 @@ def test_fixed_dimensions_and_settings_of_the_run(llmb_run):
     assert (data["gbs"], data["engine"]) == (256, "megatron")
 
 
+FIXED = ["tp=4", "pp=4", "vp=5", "cp=1", "mbs=1", "gbs=128", "seqlen=8192", "offload_layers=0", "recompute_layers=0"]
+
+
+def test_what_would_fit_keeps_fixed_recompute_and_takes_gpus_with_the_dtype(llmb_run):
+    """An A100 of 40 GB would hold the layers if all were recomputed, and has no fp8 GEMMs."""
+    run = ["tune", "--model", "llama3.1-70b", "--gpu-type", "h100", "--scale", "64", "--dtype", "fp8"]
+    code, out, err = llmb_run(*run, *(part for text in FIXED for part in ("--set", text)))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "needs 68 GiB with 0 layers recomputed" in err
+    assert "possible with --scale 128, or --gpu-type h200, or fewer fixed settings than tp=4" in err
+
+
+def test_what_would_fit_has_a_network_that_is_known(llmb_run):
+    _, _, err = llmb_run("tune", "--model", "llama3.1-70b", "--gpu-type", "gh200", "--scale", "1")
+    assert "--scale" not in err
+
+
+def test_memory_of_experts_says_how_it_differs_from_predict(llmb_run):
+    run = ["--gpu-type", "b200", "--scale", "8", "--set", "gbs=512"]
+    assert "experts get 1.25 times the tokens of even routing" in llmb_run("tune", "--model", "qwen3-30b-a3b", *run)[1]
+    assert "even routing" not in llmb_run("tune", "--model", "qwen3-8b", *run)[1]
+
+
 def test_any_model_has_no_recipe_row(llmb_run):
     code, out, _ = llmb_run("tune", "--model", "qwen3-8b", "--gpu-type", "gb200", "--scale", "8", "--json")
     data = json.loads(out)

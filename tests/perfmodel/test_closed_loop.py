@@ -27,7 +27,7 @@ CROWDED = [
     load("nemotron4-340b", "sglang", "gb300", "bf16", 1000, 3, 100, tp=8, pp=2),
     load("llama3.1-405b", "vllm", "b300", "nvfp4", 1024, 2, 7),
     load("qwen2.5-7b", "trtllm", "a100", "bf16", 1000, 2, 32, tp=2, pp=4),
-    load("phi-4", "vllm", "h200", "fp8", 20000, 3, 1024, tp=4),
+    load("phi-4", "vllm", "h200", "fp8", 20000, 3, 1024, tp=2),
     load("llama3.1-8b", "vllm", "h200", "fp8", 8192, 128, 512),
     load("llama3.2-3b", "vllm", "b300", "bf16", 1000, 512, 2048, tp=4),
 ]
@@ -78,6 +78,28 @@ def test_a_lone_request_waits_for_its_own_prefill_whatever_the_replicas():
     prediction = predict_serving(setup)
     assert prediction.ttft_ms >= 1e3 * total(prediction.terms["prefill"])
     assert prediction.terms["scheduler"]["ttft_besides_own_prefill"] >= 0
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize(("isl", "osl"), [(1024, 1024), (32000, 200)])
+def test_a_lone_request_waits_for_nobody(engine, isl, osl):
+    """Beside its own prefill, TTFT is what the first token of any request takes."""
+    one, many = (
+        predict_serving(load("llama3.1-8b", engine, "h200", "fp8", *lengths, 1)) for lengths in ((1, 1), (isl, osl))
+    )
+    besides = [prediction.terms["scheduler"]["ttft_besides_own_prefill"] for prediction in (one, many)]
+    assert besides[1] == pytest.approx(besides[0], abs=1e-4)
+
+
+def test_replicas_without_a_request_compute_nothing():
+    predictions = [
+        predict_serving(load("deepseek-v3-671b", "vllm", "b200", "nvfp4", 8192, 1024, clients, attention_dp=8, ep=8))
+        for clients in (1, 4, 8, 9)
+    ]
+    for metric, ratio in (("ttft_ms", 1.2), ("tpot_ms", 1.02)):
+        alone, four, eight, nine = (getattr(prediction, metric) for prediction in predictions)
+        assert ratio * alone < four
+        assert ratio * four < eight <= nine < 1.1 * eight
 
 
 def test_requests_in_all_stages_of_a_pipeline_do_not_wait_for_one_another():

@@ -25,12 +25,27 @@ def rows(tmp_path, text, read=read_rows):
         f"{HEADER}\n{ROW.replace('8,4096,8,1', '8.0,4096.00,8.0,1.0')}\n",
         f"{HEADER},pp,note\n{ROW},,a remark\n",
         f"{HEADER}\n{ROW},,\n",  # empty cells beyond the columns
+        f"Model,GPU type,Precision,Num GPUs,Seq length,Global batch size,Micro-batch size,TP\n{ROW}\n",
     ],
-    ids=["plain", "byte order mark", "spaces", "floats", "empty cells", "trailing commas"],
+    ids=["plain", "byte order mark", "spaces", "floats", "empty cells", "trailing commas", "other spellings"],
 )
 def test_a_row_is_the_same_however_it_is_written(tmp_path, text):
     plain = rows(tmp_path, f"{HEADER}\n{ROW}\n")[0]
     assert rows(tmp_path, text)[0].setup == plain.setup is not None
+
+
+def test_columns_of_a_load_have_the_words_of_predict_too(tmp_path):
+    row = "llama3.1-8b,vllm,h200,fp8,1024,128,8,2\n"
+    published = rows(tmp_path, "model,backend,system,precision,isl,osl,concurrency,tp\n" + row, read_serving_rows)
+    others = rows(tmp_path, "model,engine,gpu,dtype,isl,osl,concurrency,tp\n" + row, read_serving_rows)
+    assert others[0].setup == published[0].setup is not None
+
+
+def test_a_column_has_one_meaning_where_both_spellings_stand_in_a_file(tmp_path):
+    """The second is a column that is not used, as those that nobody knows."""
+    (row,) = rows(tmp_path, f"{HEADER},gpu_type\n{ROW},b200\n")
+    assert row.setup.gpu == "h100"
+    assert row.cells["gpu_type"] == "b200"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,15 @@ def test_pipeline_stages_and_replicas_share_the_work():
     assert 1.5 * alone.output_tokens_per_s < replicas.output_tokens_per_s < 2.2 * alone.output_tokens_per_s
 
 
+@pytest.mark.parametrize("name", ["llama3.1-8b", "mixtral-8x7b"])
+def test_a_lone_request_passes_all_stages_of_a_pipeline(name):
+    """No stage computes a fraction of a token, which would spare it experts."""
+    alone = replace(LLAMA, shape=find_model(name), concurrency=1)
+    tpot = [predict_serving(replace(alone, pp=pp)).tpot_ms for pp in (1, 2, 4)]
+    assert tpot == sorted(tpot)
+    assert tpot[2] < 1.05 * tpot[0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

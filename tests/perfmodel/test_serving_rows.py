@@ -5,7 +5,7 @@ import pytest
 from llmb.errors import ConfigError
 from llmb.perfmodel.serving_time.row_rules import FASTER, IMPOSSIBLE, REPEATED, SERIES, WAITED, left_out_rows
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_concurrencies, parse_serving_settings
-from llmb.perfmodel.serving_time.serving_rows import parse_serving_row, read_serving_rows
+from llmb.perfmodel.serving_time.serving_rows import default_kv_dtype, parse_serving_row, read_serving_rows
 from llmb.perfmodel.shapes.model_catalog import find_model
 
 LLAMA = {"model": "Llama-3.1-8B-Instruct-FP8", "backend": "vllm", "backend_version": "0.12.0", "system": "h200_sxm",
@@ -60,6 +60,25 @@ def test_settings_of_the_recipes_fill_what_no_column_tells():
     assert parse_serving_row(DEEPSEEK | {"backend_version": "1.2.0rc6.post3"}).setup.draft_tokens == 1
     explicit = parse_serving_row(DEEPSEEK | {"kv_dtype": "bf16", "max_num_tokens": "4096", "length_ratio": "1"}).setup
     assert (explicit.kv_dtype, explicit.max_num_tokens, explicit.length_ratio) == ("bf16", 4096, 1.0)
+
+
+@pytest.mark.parametrize("layout", [{"tp": "8"}, {"attention_dp": "8", "moe_ep": "8"}], ids=["tp", "replicas"])
+def test_a_load_without_published_columns_is_that_of_predict(layout):
+    """Neither the lengths and settings of InferenceMAX, nor an engine of 2025."""
+    load = {"model": "deepseek-r1", "backend": "trtllm", "system": "b200", "precision": "nvfp4", "isl": "1024",
+            "osl": "1024", "concurrency": "64", **layout}  # fmt: skip
+    names = {"moe_ep": "ep"}
+    values = parse_serving_settings([f"{names.get(name, name)}={value}" for name, value in layout.items()])
+    row = parse_serving_row(load).setup
+    assert row == build_serving_setup(
+        find_model("deepseek-v3-671b"), "b200", "nvfp4", "trtllm", (1024, 1024), 64, values
+    )
+
+
+def test_a_gpu_without_fp8_units_caches_in_bf16():
+    """Otherwise an A100 would hold a larger batch of quantized weights than an H100 of the same memory."""
+    kinds = {gpu: default_kv_dtype("vllm", gpu, "nvfp4") for gpu in ("a100", "h100", "h200", "b200")}
+    assert kinds == {"a100": "bf16", "h100": "bf16", "h200": "fp8", "b200": "fp8"}
 
 
 def test_an_unversioned_row_is_of_the_older_generation():

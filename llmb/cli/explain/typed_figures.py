@@ -2,13 +2,16 @@
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
 from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.cli.run_options import load_recipes
 from llmb.errors import ConfigError
-from llmb.perfmodel.explain.explanation import Explanation, explain_serving, explain_training
+from llmb.perfmodel.chip_limits import training_limits
+from llmb.perfmodel.explain.explanation import Explanation, explain_serving, explain_training, step_amount
+from llmb.perfmodel.explain.impossible_causes import holds
 from llmb.perfmodel.explain.published_matches import serving_matches, training_matches
+from llmb.perfmodel.flops import train_flops_per_sequence
+from llmb.perfmodel.hardware import TERA
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures
 from llmb.perfmodel.serving_time.serving_constants import parse_engine
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings
@@ -16,6 +19,7 @@ from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.predictor import model_flops
 from llmb.perfmodel.step_time.setup_fields import build_setup, parse_settings
+from llmb.perfmodel.step_time.step_setup import StepSetup
 
 MOST_CLIENTS = 4096  # where no concurrency is given: the KV cache then bounds the batch
 FIGURES = ("tokens_per_s", "step_time_s", "tflops_per_gpu", "ttft_ms", "tpot_ms")
@@ -88,7 +92,6 @@ def _serving_subject(options: argparse.Namespace, setup: ServingSetup) -> str:
 
 
 def _training(options: argparse.Namespace) -> Explanation:
-
     figures = [name for name in ("step_time_s", "tokens_per_s", "tflops_per_gpu") if getattr(options, name) is not None]
     if len(figures) != 1:
         raise ConfigError(
@@ -105,7 +108,7 @@ def _training(options: argparse.Namespace) -> Explanation:
     seconds = {
         "step_time_s": lambda value: value,
         "tokens_per_s": lambda value: setup.gbs * setup.seqlen / value,
-        "tflops_per_gpu": lambda value: model_flops(setup) / setup.gpus / value / 1e12,
+        "tflops_per_gpu": lambda value: model_flops(setup) / setup.gpus / value / TERA,
     }[figures[0]](getattr(options, figures[0]))
     subject = (
         f"{setup.shape.model.name}, {setup.dtype}, {setup.gpus} x {setup.gpu}, seqlen {setup.seqlen}, gbs {setup.gbs}, "
@@ -114,17 +117,25 @@ def _training(options: argparse.Namespace) -> Explanation:
     explanation = explain_training(subject, setup, seconds, {})
     rate = setup.gbs * setup.seqlen / seconds / setup.gpus
     matches = training_matches(load_recipes().values(), setup.shape.model, setup.gpu, setup.peak_dtype, rate)
-    notes = _convention_notes(options, setup)
-    return replace(explanation, published=tuple(matches), notes=(*explanation.notes, *notes))
-
-
-def _convention_notes(options: argparse.Namespace, setup: Any) -> list[str]:
-    """Return what a typed TFLOP/s would be if it counted attention in full."""
-    from llmb.perfmodel.flops import train_flops_per_sequence
-
+    explanation = replace(explanation, published=tuple(matches))
     if options.tflops_per_gpu is None:
-        return []
-    model, seqlen = setup.shape.model, setup.seqlen
-    causal, full = (train_flops_per_sequence(model, seqlen, name) for name in ("causal", "full"))
-    value = options.tflops_per_gpu * causal / full
-    return [f"if it counts attention in full, not causal: {value:,.0f} TFLOP/s/GPU by our convention"]
+        return explanation
+    return _with_conventions(explanation, setup, options.tflops_per_gpu)
+
+
+def _with_conventions(explanation: Explanation, setup: StepSetup, tflops: float) -> Explanation:
+    """Return the explanation of a typed TFLOP/s with what it is by our convention, if it has another.
+
+    A convention that makes an impossible figure possible is a cause, before those of other runs.
+    """
+    amount = step_amount(setup)
+    causal, full = (train_flops_per_sequence(amount.model, setup.seqlen, name) for name in ("causal", "full"))
+    causes, notes = [], []
+    for what, factor in (("attention in full, not causal", causal / full), ("recomputed forwards too (HFU)", 3 / 4)):
+        text = f"it counts {what}: {tflops * factor:,.0f} TFLOP/s/GPU by our convention"
+        seconds = model_flops(setup) / setup.gpus / (tflops * factor * TERA)
+        if explanation.verdict != "impossible":
+            notes.append(f"if {text}")
+        elif holds(training_limits(amount, seconds)):
+            causes.append(text)
+    return replace(explanation, causes=(*causes, *explanation.causes), notes=(*explanation.notes, *notes))

@@ -232,6 +232,7 @@ def _predict_rows(options: argparse.Namespace) -> int:
             "step s": lambda item: f"{item['step_time_s']:.3f}",
             "tokens/s/GPU": lambda item: f"{item['tokens_per_s_per_gpu']:.0f}",
             "TFLOP/s/GPU": lambda item: f"{item['tflops_per_gpu']:.0f}",
+            "GiB": lambda item: f"{item['memory_gib']:.0f}",
         },
     )
 
@@ -239,10 +240,13 @@ def _predict_rows(options: argparse.Namespace) -> int:
 def _as_data(setup: Any, prediction: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from llmb.perfmodel.hardware import GIB
     from llmb.perfmodel.step_time.measured_device import ceilings_source
 
+    capacity = setup.gpu_memory_bytes
     return {
         "ceilings": ceilings_source(setup.gpu, setup.rates),
         "model": setup.shape.model.name, "gpu": setup.gpu, "gpus": setup.gpus, "dtype": setup.dtype,
-        "seqlen": setup.seqlen, "mbs": setup.mbs, "gbs": setup.gbs, "engine": setup.engine, **asdict(prediction),
+        "seqlen": setup.seqlen, "mbs": setup.mbs, "gbs": setup.gbs, "engine": setup.engine,
+        "gpu_memory_gib": None if capacity is None else capacity / GIB, **asdict(prediction),
     }  # fmt: skip

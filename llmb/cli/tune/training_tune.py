@@ -112,7 +112,9 @@ def _why_nothing_fits(setup: StepSetup, fixed: dict[str, Any], search: LayoutSea
         )
     needed, usable = search.smallest.memory / GIB, search.limit / GIB
     remedies = ", or ".join(layout_remedies(setup, fixed)) or "nothing that was tried"
+    layers = search.smallest.setup.recompute_layers or 0
+    recomputed = f"with {layers} layers recomputed" if "recompute_layers" in fixed else "with every layer recomputed"
     return (
-        f"no layout of {name} fits: the smallest of {search.considered} needs {needed:,.0f} GiB with every layer "
-        f"recomputed, {with_article(setup.gpu)} has {usable:,.0f} GiB usable; possible with {remedies}"
+        f"no layout of {name} fits: the smallest of {search.considered} needs {needed:,.0f} GiB {recomputed}, "
+        f"{with_article(setup.gpu)} has {usable:,.0f} GiB usable; possible with {remedies}"
     )

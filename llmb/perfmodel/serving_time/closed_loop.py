@@ -40,7 +40,7 @@ class Load:
     chunks: Number  # steps of the prefill of one request alone
     finishing: Number  # requests that finish in a step, at least one, whose clients send again
     waves: Number  # requests per slot
-    replicas: Number
+    replicas: Number  # of attention, that have a request
     stages: Number
     drafts: Number  # tokens of speculative decoding, per request and step
     draft_cost: Number  # of a step, for each of them
@@ -68,7 +68,8 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
     slots = min(setup.concurrency, cache_slots(setup, work), setup.max_batch_size * setup.attention_dp)
     isl, osl = setup.isl * setup.length_ratio, max(2.0, setup.osl * setup.length_ratio)
     mixed = setup.engine not in SEPARATE_PREFILL and setup.osl > 1
-    decodes = slots / setup.attention_dp / setup.pp  # of one step: each pipeline stage works on its own part
+    replicas = min(setup.attention_dp, slots)  # that have a request
+    decodes = slots / replicas / setup.pp  # of one step: each pipeline stage works on its own part
     # With more prompts than decode steps to hold them, requests wait rather than decode: as many decode as have their
     # prompts in what they leave of the budget, n = steps x (budget - n) / isl.
     steps = (osl - 1) / setup.emitted
@@ -80,12 +81,12 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
         isl=isl,
         osl=osl,
         budget=float(setup.max_num_tokens),
-        decoding=decoding * setup.pp if mixed else slots / setup.attention_dp,
+        decoding=decoding * setup.pp if mixed else slots / replicas,
         whole=float(setup.engine in WHOLE_PROMPTS),
         chunks=float(-(-isl // budget)),
         finishing=max(1.0, min(decodes, decodes * setup.receive_interval / osl)),
         waves=setup.waves * setup.concurrency / slots,
-        replicas=float(setup.attention_dp),
+        replicas=float(replicas),
         stages=float(setup.pp),
         drafts=float(setup.draft_tokens),
         draft_cost=DRAFT_LAYERS / setup.shape.model.layers,
@@ -114,7 +115,7 @@ class _Wave(NamedTuple):
 def loop_times(work: ServingWork, load: Load, r: ServingRates, queue: Number) -> LoopTimes:
     """Return TTFT and TPOT; `queue` scales waiting for other prefills."""
     context = load.isl + load.osl / 2
-    requests = _at_least(load.slots / load.replicas, 1.0)  # of a replica that has any
+    requests = load.slots / load.replicas
     batch, later_waves = load.decoding, load.waves - 1
     decode = prefill = {}
     tpot = ttft = waiting = 0.0
@@ -154,12 +155,14 @@ def _later_wave(load: Load, requests: Number, step: Number, prompts: _Prompts, q
     first token, it does not wait for later.
     """
     added = _added(load, requests, step, prompts)
-    busy = requests * added / (prompts.seconds + _decodes(load) * step + requests * added)
+    others = requests - 1  # an arriving request finds the others only
+    busy = others * added / (prompts.seconds + _decodes(load) * step + others * added)
     # Prefilled before it decodes: those with and before it, and in a pipeline those in its other stages.
     before = (load.finishing + prompts.together) / 2 + prompts.together * (load.stages * (1 + queue * busy) - 1)
     decoding, crowded = _decoding(load, step, prompts, _at_least(requests - before, 0.0) * added)
     behind = (load.finishing / prompts.together - 1) / 2 / load.stages  # others that finished in the same step
-    ttft = prompts.seconds * (1 + queue * busy + behind) + crowded + load.interval * step / 2
+    running = _at_most(others, 1.0) * load.interval * step / 2  # the step in which it arrives, if there is one
+    ttft = prompts.seconds * (1 + queue * busy + behind) + crowded + running
     return _Wave(ttft, decoding)
 
 
@@ -201,7 +204,7 @@ def prefill_times(work: ServingWork, load: Load, r: ServingRates) -> LoopTimes:
 
     A client waits for the prompts of all others, or for its own prefill where there are too few others.
     """
-    requests = _at_least(load.slots / load.replicas, 1.0)
+    requests = load.slots / load.replicas
     together, chunks = _packed(load, 0.0, requests)
     prefill = _prefill(work, load, r, 0.0, load.isl, 1.0, load.chunks)
     crowd = total(_prefill(work, load, r, 0.0, load.isl, together, chunks))

@@ -98,7 +98,7 @@ class NativeStep:
         """
         setup = self.setup
         running = max(1, slots // setup.attention_dp)
-        batch, context = running / setup.pp, setup.isl + setup.osl / 2
+        batch, context = self.stage_decodes(running), setup.isl + setup.osl / 2
         free = max(setup.max_num_tokens - running, setup.max_num_tokens // 8)
         prompts = min(running, free // setup.isl) or free / setup.isl  # or a chunk of one
         decode = sum(self.terms(decodes=batch, context=context).values())
@@ -110,6 +110,10 @@ class NativeStep:
         prefilling = batch / prompts * max(0.0, sum(mixed.values()) - decode)
         seconds = decoding + prefilling
         return slots * setup.osl / seconds, decoding / seconds * decode / setup.emitted
+
+    def stage_decodes(self, decodes: float) -> float:
+        """Return the decodes of one step of a pipeline stage, which is none or has a whole one."""
+        return max(1.0, decodes / self.setup.pp) if decodes else 0.0
 
     def decode_graph(self, decodes: float) -> int:
         """Return the decodes of the graph that a step without prefill replays."""

@@ -213,12 +213,13 @@ class _Run:
         self, context: float, prefill: int = 0, prompts: int = 0, pairs: float = 0.0, window_pairs: float = 0.0
     ) -> float:
         """Return the time of a step, which grows with the context of its decodes along a line."""
-        graph = 0 if prefill else self.steps.decode_graph(self.decodes / self.stages)
+        decodes = self.steps.stage_decodes(self.decodes)
+        graph = 0 if prefill else self.steps.decode_graph(decodes)
         key = (self.decodes, graph, prefill, prompts, pairs, window_pairs)
         if key not in self.lines:
             work = {"prefill": prefill, "prompts": prompts, "pairs": pairs, "window_pairs": window_pairs}
             start, end = (
-                total(self.steps.terms(decodes=self.decodes / self.stages, context=length, **work))
+                total(self.steps.terms(decodes=decodes, context=length, **work))
                 for length in (float(self.isl), float(self.isl + self.osl))
             )
             self.lines[key] = (start, (end - start) / self.osl)
@@ -273,7 +274,7 @@ def run_times(steps: NativeStep, slots: int, c: Constants) -> LoopTimes:
         queue = max(0.0, run.now / count * clients - in_engine) * (1 - 0.5 / setup.waves)  # the first wave: half of it
         ttft = alone + queue
     context = run.isl + run.osl / 2
-    batch = run.decode_tokens / run.step / setup.pp
+    batch = steps.stage_decodes(run.decode_tokens / run.step)
     prefill = _alone(run, steps)
     return LoopTimes(
         ttft=ttft,

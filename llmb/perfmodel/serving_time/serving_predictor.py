@@ -127,16 +127,21 @@ def _terms(load: Load, times: LoopTimes, tpot: float | None) -> dict[str, dict[s
     return {"decode_step": decode, "prefill": prefill, "scheduler": waiting}
 
 
-def serving_class(setup: ServingSetup) -> str:
-    """Return the kind of model whose left-out residuals give the width of the interval."""
+def interval_kind(setup: ServingSetup, metric: str) -> str:
+    """Return the kind of run whose left-out residuals give the width of the interval of `ttft`, `tpot` or `e2e`.
+
+    TTFT holds what an engine does before and after the prefill, and so differs by engine; the others by kind of model.
+    """
+    if metric == "ttft":
+        return setup.engine
     return "experts" if setup.shape.model.experts else "dense"
 
 
 def log_half_width(setup: ServingSetup, metric: str) -> float:
     """Return half the width of the 80 % interval in log space; wider for a GPU without published rows."""
     widths = serving_interval()["half_width" if unproven_note(setup) is None else "unseen_half_width"]
-    kind = {"ttft_ms": "ttft", "tpot_ms": "tpot"}.get(metric, "e2e")
-    return float(widths[serving_class(setup)][kind])
+    name = {"ttft_ms": "ttft", "tpot_ms": "tpot"}.get(metric, "e2e")
+    return float(widths[name][interval_kind(setup, name)])
 
 
 def unproven_note(setup: ServingSetup) -> str | None:

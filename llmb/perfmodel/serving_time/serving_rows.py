@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmb.errors import ConfigError, LlmbError
+from llmb.perfmodel.hardware import GPUS
 from llmb.perfmodel.serving_time.serving_constants import ENGINES, parse_engine
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
@@ -25,12 +26,20 @@ RECIPE_LENGTHS, RANDOM_RATIO = (1024, 8192), 0.9
 KNOBS = ("max_num_tokens", "max_batch_size", "receive_interval", "draft_tokens")
 DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}  # of a step
 SPECULATIVE = ("1.2.0rc6.post3",)  # TensorRT-LLM of recipes with a multi-token-prediction layer
-UNVERSIONED = "0"  # rows without a version are from the first published runs, of 2025
+UNVERSIONED = "0"  # empty cells of versions are from the first published runs, of 2025; no such column: the newest
+PUBLISHED_LAYOUT = {"attention_dp", "moe_tp", "moe_ep"}  # columns that published files have, and loads of users seldom
 REQUIRED = ("model", "backend", "system", "isl", "osl", "concurrency")
 COLUMNS = (
     "model", "backend", "backend_version", "system", "precision", "isl", "osl", "concurrency", "tp", "pp",
     "attention_dp", "moe_tp", "moe_ep", "kv_dtype", *KNOBS, "length_ratio", "ttft_ms", "tpot_ms",
 )  # fmt: skip
+# Words of `predict`, of its JSON and of engines' options for columns.
+SPELLINGS = {
+    "engine": "backend", "engine_version": "backend_version", "gpu": "system", "gpu_type": "system",
+    "dtype": "precision", "ep": "moe_ep", "input_len": "isl", "output_len": "osl", "max_concurrency": "concurrency",
+    "clients": "concurrency", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp",
+    "data_parallel_size": "attention_dp",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +56,7 @@ class ServingRow:
 
 def read_serving_rows(path: Path) -> list[ServingRow]:
     """Read a CSV file; every row comes back, with a description or a reason."""
-    return read_table(path, parse_serving_row, REQUIRED)
+    return read_table(path, parse_serving_row, REQUIRED, SPELLINGS)
 
 
 def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
@@ -90,7 +99,7 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
         ep=ep,
         moe_tp=moe_tp,
         engine=engine,
-        engine_version=cells.get("backend_version") or UNVERSIONED,
+        engine_version=cells.get("backend_version") or (UNVERSIONED if "backend_version" in cells else ""),
         length_ratio=positive_cell(cells, "length_ratio") or (RANDOM_RATIO if recipe else 1.0),
         **_knobs(cells, engine, gpu, attention_dp, shape.model.mla is not None),
     )
@@ -98,7 +107,8 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
 
 def _is_recipe(cells: dict[str, str]) -> bool:
     """Return whether a row has the form of InferenceMAX's recipes: all layout columns, lengths of 1,024 and 8,192."""
-    return bool(cells.get("attention_dp")) and all(_optional(cells, name) in RECIPE_LENGTHS for name in ("isl", "osl"))
+    has_layout = all(cells.get(name) for name in PUBLISHED_LAYOUT)
+    return has_layout and all(_optional(cells, name) in RECIPE_LENGTHS for name in ("isl", "osl"))
 
 
 def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, Any]:
@@ -118,7 +128,7 @@ def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla:
             knobs["draft_tokens"] = int(mla and cells.get("backend_version") in SPECULATIVE)
         if engine == "sglang" and gpu not in ("h100", "h200"):
             knobs["receive_interval"] = 30 if clients >= 16 else 10
-    elif engine == "trtllm" and clients > 1 and "attention_dp" in cells:
+    elif engine == "trtllm" and clients > 1 and cells.keys() >= PUBLISHED_LAYOUT:
         knobs["max_batch_size"] = clients - 1
     columns = {name: _optional(cells, name) for name in KNOBS}
     return knobs | {name: value for name, value in columns.items() if value is not None}
@@ -127,10 +137,12 @@ def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla:
 def default_kv_dtype(engine: str, gpu: str, dtype: str) -> str:
     """Return the dtype of the KV cache where nobody says: fp8 with quantized weights, as the published recipes set it.
 
-    vLLM's recipes left it in bf16 on H100, and SGLang's on Hopper; the batch that fits shows it.
+    vLLM's recipes left it in bf16 on H100, and SGLang's on Hopper; the batch that fits shows it. So does a GPU without
+    fp8 units.
     """
     plain = {"vllm": ("h100",), "sglang": ("h100", "h200")}
-    return "bf16" if dtype == "bf16" or gpu in plain.get(engine, ()) else "fp8"
+    peaks = GPUS[gpu].peak_flops if gpu in GPUS else {}
+    return "bf16" if dtype == "bf16" or gpu in plain.get(engine, ()) or (peaks and "fp8" not in peaks) else "fp8"
 
 
 def _layout(cells: dict[str, str], shape: ModelShape) -> tuple[int, int, int, int]:

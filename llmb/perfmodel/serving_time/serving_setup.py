@@ -9,7 +9,7 @@ from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.native.predicted_blocks import check_native_blocks
 from llmb.config.native.request_lengths import Lengths
 from llmb.config.native.speculation import MOST_DRAFTS
-from llmb.config.parallel_layout import divisors
+from llmb.config.parallel_layout import check_tensor_split, divisors
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.serving_time.serving_constants import ENGINES, engine_generation
@@ -133,9 +133,7 @@ def _check_attention_dtype(setup: ServingSetup) -> None:
 
 def _check_layout(setup: ServingSetup) -> None:
     model = setup.shape.model
-    if model.heads % setup.tp:
-        possible = [n for n in (1, 2, 4, 8, 16, 32) if model.heads % n == 0]
-        raise ConfigError(f"tp {setup.tp} does not divide {model.heads} attention heads; possible: {possible}")
+    check_tensor_split(model, setup.tp)
     if setup.pp > model.layers:
         raise ConfigError(f"pp {setup.pp} for {model.layers} layers; at most {model.layers}")
     if model.experts is None:

@@ -4,7 +4,7 @@ import csv
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +16,20 @@ Row = TypeVar("Row")
 SPARE = ""  # name of cells beyond the columns, which no column has
 
 
-def read_table(path: Path, parse: Callable[[dict[str, str], int], Row], required: Sequence[str]) -> list[Row]:
-    """Return the rows of a file, parsed with the number of their line; without a required column none is."""
+def read_table(
+    path: Path,
+    parse: Callable[[dict[str, str], int], Row],
+    required: Sequence[str],
+    spellings: Mapping[str, str] | None = None,
+) -> list[Row]:
+    """Return the rows of a file, parsed with the number of their line; without a required column none is.
+
+    `spellings`: other names of columns, which stand for them in a file that does not have them.
+    """
     try:
         with TextIOWrapper(open_regular_file(path), encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restkey=SPARE)
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = _column_names(reader.fieldnames or (), spellings or {})
             rows = [(cells, reader.line_num) for cells in reader]
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
@@ -31,6 +39,16 @@ def read_table(path: Path, parse: Callable[[dict[str, str], int], Row], required
         raise ConfigError(f"{path} has no rows; it needs a line of columns such as {','.join(required)}")
     _check_columns(path, reader.fieldnames, required)
     return [parse(cells, number) for cells, number in rows]
+
+
+def _column_names(titles: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
+    """Return the columns that the titles of a file mean: `Micro-batch size` is mbs."""
+    names = [re.sub(r"[ -]", "_", title.strip().lower()) for title in titles]
+    for index, name in enumerate(names):
+        column = spellings.get(name)
+        if column is not None and column not in names:
+            names[index] = column
+    return names
 
 
 def _check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -> None:

@@ -36,6 +36,14 @@ COLUMNS = (
     "etp", "fsdp", "ga", "cuda_graphs", "recompute_layers", "offload_layers", *SETTINGS, "step_time_s", "tokens_per_s",
     "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_percent", "notes",
 )  # fmt: skip
+# Words of other tables and of Megatron's options for columns.
+SPELLINGS = {
+    "gpu_type": "gpu", "num_gpus": "gpus", "world_size": "gpus", "precision": "dtype", "seq_len": "seqlen",
+    "seq_length": "seqlen", "sequence_length": "seqlen", "micro_batch_size": "mbs", "global_batch_size": "gbs",
+    "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
+    "virtual_pipeline_model_parallel_size": "vp", "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp", "step_time": "step_time_s",
+}  # fmt: skip
 GRAPH_PARTS = ("attn", "mamba", "moe_router", "moe_preprocess")
 
 
@@ -56,7 +64,7 @@ class PublishedRow:
 
 def read_rows(path: Path) -> list[PublishedRow]:
     """Read a CSV file; every row comes back, with a description or a reason."""
-    return read_table(path, parse_row, ("model", "gpu", "dtype", "gpus"))
+    return read_table(path, parse_row, ("model", "gpu", "dtype", "gpus"), SPELLINGS)
 
 
 def parse_row(cells: dict[str, str], number: int = 0) -> PublishedRow:

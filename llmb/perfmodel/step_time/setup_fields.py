@@ -102,6 +102,10 @@ def _check_effect(shape: ModelShape, values: dict[str, Any]) -> None:
     unused = [name for name in OF_EXPERTS if values.get(name)]
     if unused and shape.model.experts is None:
         raise ConfigError(f"{unused[0]} has no effect: {shape.model.name} has no experts; leave it out")
+    if values.get("vp", 1) > 1 and values.get("pp", 1) == 1:
+        raise ConfigError(f"vp {values['vp']} has no effect without pipeline stages; leave it out, or set pp")
+    if values.get("etp", 1) > 1 and shape.model.experts is None:
+        raise ConfigError(f"etp {values['etp']} has no effect: {shape.model.name} has no experts; leave it out")
     if "recompute_layers" in values and values.get("recompute", "full") != "full":
         raise ConfigError(f"recompute_layers has no effect with recompute={values['recompute']}; leave one of them out")
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from llmb.config.model import Model
 from llmb.config.native.predicted_blocks import check_native_blocks
-from llmb.config.parallel_layout import divisors
+from llmb.config.parallel_layout import check_tensor_split, divisors
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
@@ -205,9 +205,7 @@ def check_ranks(gpus: int, split: Parallel) -> None:
 
 def check_shards(model: Model, split: Parallel) -> None:
     """Refuse tp that splits a head, and ep that splits an expert or has none to distribute."""
-    if model.heads % split.tp:
-        possible = [tp for tp in range(1, model.heads + 1) if model.heads % tp == 0]
-        raise ConfigError(f"tp {split.tp} does not divide {model.heads} attention heads; possible: {possible}")
+    check_tensor_split(model, split.tp)
     if model.experts is None and split.ep > 1:
         raise ConfigError(f"{model.name} has no experts: ep {split.ep} is not possible, use tp, pp or fsdp")
     if model.experts and model.experts.count % split.ep:

@@ -22,6 +22,7 @@ from llmb.perfmodel.tune.memory_savings import (
     copies_are_hidden,
     external_room,
     fitting_variants,
+    smallest_variant,
     with_offload,
     with_recompute,
 )
@@ -47,7 +48,7 @@ class LayoutSearch:
     candidates: tuple[Candidate, ...]  # that fit, fastest first
     considered: int  # layouts with their micro-batch sizes
     room: MemoryRoom
-    smallest: Candidate | None  # of layouts that do not fit, all recomputed: the one with the least memory; none: fit
+    smallest: Candidate | None  # of layouts that do not fit, recomputed as far as allowed; none: some fit
 
     @property
     def limit(self) -> float:
@@ -88,7 +89,7 @@ def search_layouts(
         candidates=tuple(sorted(candidates, key=_rank)),
         considered=len(setups),
         room=room,
-        smallest=None if candidates else _smallest(runnable, room, times),
+        smallest=None if candidates else _smallest(runnable, fixed, room, times),
     )
 
 
@@ -120,9 +121,11 @@ def _all_recomputed(candidates: list[Candidate], room: MemoryRoom, times: StepTi
     return [Candidate(s, times.seconds(s), room.estimate(s).total) for s in setups if s not in listed]
 
 
-def _smallest(setups: list[StepSetup], room: MemoryRoom, times: StepTimes) -> Candidate | None:
-    """Return the layout with the least memory, every layer recomputed; None: there is none."""
-    recomputed = [with_recompute(setup, setup.most_layers) for setup in setups]
+def _smallest(
+    setups: list[StepSetup], fixed: Mapping[str, Any], room: MemoryRoom, times: StepTimes
+) -> Candidate | None:
+    """Return the layout with the least memory, with as much recompute as is allowed; None: there is none."""
+    recomputed = [smallest_variant(setup, fixed) for setup in setups]
     totals = [(room.estimate(setup).total, setup) for setup in recomputed]
     memory, setup = min(totals, key=lambda pair: pair[0], default=(math.inf, None))
     return None if setup is None else Candidate(setup, times.seconds(setup), memory)

@@ -71,6 +71,12 @@ def fitting_variants(
         yield from _least_change(setup, with_offload, room)
 
 
+def smallest_variant(setup: StepSetup, fixed: Mapping[str, Any]) -> StepSetup:
+    """Return the layout with every layer recomputed, or with the recompute and offload that are fixed."""
+    offloaded = fixed.get("offload_layers") or 0
+    return with_recompute(with_offload(setup, offloaded), fixed.get("recompute_layers", setup.most_layers - offloaded))
+
+
 def with_recompute(setup: StepSetup, layers: int) -> StepSetup:
     """Return the run with this many recomputed layers on each pipeline rank, or the next number an engine takes."""
     if layers == (setup.recompute_layers or 0):

@@ -56,7 +56,7 @@ def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -
     low, high = p.interval_80
     capacity = setup.gpu_memory_bytes
     limit = f" of {capacity / GIB:.0f} GiB" if capacity else " GiB"
-    if capacity and p.memory_gib * GIB > capacity:
+    if not _fits(setup, p):
         limit += ": does not fit; `llmb-run tune` finds layouts that do, or the GPUs they take"
     mfu = "" if p.mfu is None else f" MFU {100 * p.mfu:.1f} %,"
     lines = [
@@ -74,14 +74,32 @@ def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -
 
 def describe_curve(points: Sequence[tuple[StepSetup, StepPrediction]], costs: Sequence[float | None] = ()) -> str:
     """Return one line per number of GPUs; `costs`: of a million tokens at each."""
-    header = ("GPUs", "gbs", "step s", "80 % interval", "tokens/s/GPU", "tokens/s", "MFU %", "largest exposed term")
+    header = (
+        "GPUs",
+        "gbs",
+        "step s",
+        "80 % interval",
+        "tokens/s/GPU",
+        "tokens/s",
+        "MFU %",
+        "GiB",
+        "largest exposed term",
+    )
     first = points[0][0]
+    crowded = [f"{setup.gpus}" for setup, p in points if not _fits(setup, p)]
+    note = f"does not fit in the memory of a GPU at {', '.join(crowded)} GPUs" if crowded else ""
     return "\n".join([
         f"{first.shape.model.name}, {first.dtype}, {first.gpu}, {_layout(first)}, seqlen {first.seqlen}, "
         f"mbs {first.mbs}, engine {first.engine}",
         "",
         render(*with_costs(header, [_curve_row(setup, p) for setup, p in points], costs)),
+        *(["", note] if note else []),
     ])  # fmt: skip
+
+
+def _fits(setup: StepSetup, p: StepPrediction) -> bool:
+    """Return whether the estimated memory is that of the GPU at most; of unknown memory any is."""
+    return setup.gpu_memory_bytes is None or p.memory_gib * GIB <= setup.gpu_memory_bytes
 
 
 def _curve_row(setup: StepSetup, p: StepPrediction) -> tuple[str, ...]:
@@ -91,6 +109,6 @@ def _curve_row(setup: StepSetup, p: StepPrediction) -> tuple[str, ...]:
     return (
         f"{setup.gpus}", f"{setup.gbs}", f"{p.step_time_s:.3f}", f"{low:.3f}-{high:.3f}",
         f"{p.tokens_per_s_per_gpu:,.0f}", f"{p.tokens_per_s_per_gpu * setup.gpus:,.0f}",
-        "" if p.mfu is None else f"{100 * p.mfu:.1f}",
+        "" if p.mfu is None else f"{100 * p.mfu:.1f}", f"{p.memory_gib:.0f}",
         f"{TITLES[name]} {100 * exposed[name] / p.step_time_s:.1f} %" if exposed[name] > 0 else "",
     )  # fmt: skip

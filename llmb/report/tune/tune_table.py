@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.step_time.measured_device import ceilings_source
 from llmb.perfmodel.step_time.predictor import StepPrediction, predict
+from llmb.perfmodel.step_time.run_description import NATIVE
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.tune.layout_reasons import layout_fields, setting_changes, term_changes
 from llmb.perfmodel.tune.layout_search import Candidate, LayoutSearch
@@ -96,7 +98,9 @@ def tuned_text(tuned: TunedRun) -> str:
         f"{tuned.seconds:.1f} s"
     )
     ceilings = f"ceilings: {ceilings_source(setup.gpu, setup.rates)}"
-    parts = [title, counts, ceilings, "", render(HEADER, list(_table_rows(tuned))), "", *_reasons(tuned)]
+    full = f"GiB: of a rank whose experts get {CAPACITY_FACTOR} times the tokens of even routing, which predict assumes"
+    uneven = [full] if setup.shape.model.experts and setup.engine != NATIVE else []
+    parts = [title, counts, *uneven, ceilings, "", render(HEADER, list(_table_rows(tuned))), "", *_reasons(tuned)]
     return "\n".join(parts)
 
 
