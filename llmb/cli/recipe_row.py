@@ -9,7 +9,7 @@ from llmb.cli.predictions.stored_rates import gpu_name, stored_rates
 from llmb.cli.run_options import flag_or_variable, load_recipes
 from llmb.config.overrides import from_arguments, from_environment
 from llmb.config.resolve import resolve_all
-from llmb.config.run_list import RunSelection, split_target, tasks_for
+from llmb.config.run_list import RunSelection, only_proxies, split_target, tasks_for
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.launch.install_root import install_root
@@ -62,6 +62,8 @@ def resolve_row(options: argparse.Namespace) -> tuple[RunConfig, list[int]]:
     """
     recipes = load_recipes()
     recipe, target_size = split_target(options.workload, recipes)
+    if not recipe.rows:
+        raise ConfigError(only_proxies(recipe.workload))
     size = flag_or_variable(options.size, "MODEL_SIZE", "-s") or target_size or recipe.default_size
     gpu = gpu_name(flag_or_variable(options.gpu_type, "GPU_TYPE", "--gpu-type") or recipe.default_gpu)
     dtype = (flag_or_variable(options.dtype, "DTYPE", "--dtype") or recipe.default_dtype).lower()

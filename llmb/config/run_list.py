@@ -115,10 +115,17 @@ def out_of_core_target(size: str, recipes: Mapping[str, Recipe]) -> str | None:
     return next((f"-w {workload} -s {size}" for workload in workloads), None)
 
 
+def only_proxies(workload: str) -> str:
+    """Return why a workload without rows has nothing to run in full, and what it has."""
+    return f"{workload} has no recipe rows, only proxies (submit --proxy); any layout: llmb-run predict --model NAME"
+
+
 def _no_matching_row(target: str, selection: RunSelection, recipes: dict[str, Recipe]) -> ConfigError:
     recipe, _ = split_target(target, recipes)
     if selection.gpu and selection.gpu not in recipe.values("gpu") and not selection.uses_proxy:
         return UnknownName(f"GPU type of {recipe.workload}", selection.gpu, recipe.values("gpu"))
+    if not recipe.rows and not selection.uses_proxy:
+        return ConfigError(only_proxies(recipe.workload))
     counts = ", ".join(map(str, recipe.values("gpus", selection.uses_proxy)))
     return ConfigError(f"no row of {recipe.workload} is within the bounds given; its scales are: {counts}")
 

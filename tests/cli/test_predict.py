@@ -379,6 +379,19 @@ def test_a_tp_that_no_engine_can_have_names_the_possible_ones(llmb_run, task, mo
     assert message in err
 
 
+@pytest.mark.parametrize("command", ["predict", "show", "tune"])
+def test_a_workload_with_proxies_only_says_so(llmb_run, command):
+    code, out, err = llmb_run(command, "-w", "pretrain_deepseek-v3")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "pretrain_deepseek-v3 has no recipe rows, only proxies" in err
+
+
+def test_an_out_of_core_run_is_sent_to_its_plan(llmb_run):
+    row = ["-w", "outofcore_llama3", "-s", "8b", "--gpu-type", "h200"]
+    assert "is not predicted as a training step; its plan has its time" in llmb_run("predict", *row)[2]
+    assert "llmb-run plan searches its plan" in llmb_run("tune", *row)[2]
+
+
 def test_a_curve_names_the_scales_that_do_not_fit(llmb_run):
     model = ["predict", "--model", "llama3.1-70b", "--gpu-type", "h100", "--scale", "8..64", "--set", "fsdp=true"]
     model += ["--set", "recompute=full"]

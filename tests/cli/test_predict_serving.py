@@ -130,7 +130,7 @@ def test_rows_are_predicted_or_say_why_not(llmb_run, tmp_path):
         (["-w", "pretrain_grok1", "--task", "serve"], "is not an inference run; leave out --task serve"),
         (
             ["-w", "inference_llama3.1", "--task", "train"],
-            "is not a training run; predict an inference run with --task",
+            "is not predicted as a training step; add --task serve",
         ),
         (["-w", "pretrain_grok1", "--isl", "8", "--task", "train"], "--isl is for serving; add --task serve"),
     ],

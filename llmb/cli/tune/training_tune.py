@@ -85,7 +85,7 @@ def _recipe_run(options: argparse.Namespace, settings: list[str]) -> tuple[RunCo
     """Return a recipe row as published; or as the native engine runs it, where it is measured or made for it."""
     recipe, _ = split_target(options.workload, load_recipes())
     if recipe.kind != "training":
-        hint = "; add --task serve" if recipe.kind == "inference" else ""
+        hint = "; add --task serve" if recipe.kind == "inference" else "; llmb-run plan searches its plan"
         raise ConfigError(f"{recipe.workload} is not a training workload{hint}")
     if options.measure is None:
         config, scales = published_row(options, settings)

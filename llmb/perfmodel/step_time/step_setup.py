@@ -9,7 +9,7 @@ from typing import Literal
 from llmb.config.model import Model
 from llmb.config.native.predicted_blocks import check_native_blocks
 from llmb.config.parallel_layout import check_tensor_split, divisors
-from llmb.config.spec import Parallel, RunConfig, Training
+from llmb.config.spec import OutOfCore, Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
 from llmb.perfmodel.offload.machine_rates import Rates as MachineRates
@@ -174,7 +174,8 @@ def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates |
     """Return the description of a resolved training run, by its own engine unless another is named."""
     work = config.workload
     if not isinstance(work, Training):
-        raise ConfigError(f"{config.name} is not a training run; predict an inference run with --task serve")
+        hint = "its plan has its time: llmb-run plan or show" if isinstance(work, OutOfCore) else "add --task serve"
+        raise ConfigError(f"{config.name} is not predicted as a training step; {hint}")
     if config.precision.dtype == "fp32":
         raise UnknownName("dtype", "fp32", DTYPES)
     return StepSetup(
