@@ -166,7 +166,10 @@ def convert(kind: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected a mapping, got {_show(value)}")
         return {convert(args[0], k, where): convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if kind is float and type(value) in (int, float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:  # an int of more than 308 digits
+            raise ConfigError(f"{where}: {_show(value)} is too large") from error
     raise ConfigError(f"{where}: expected {_name(kind)}, got {_show(value)}")
 
 
