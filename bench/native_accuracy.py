@@ -25,11 +25,12 @@ from training.train_rows import configuration
 
 from llmb.config.model import MambaConfig, Model
 from llmb.config.overrides import from_arguments
-from llmb.config.recipe import load_all, load_yaml, shipped
+from llmb.config.recipe import load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import OneRankRequest, RunRequest
 from llmb.config.serialization import build, convert
 from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
+from llmb.formats.yaml_file import load_yaml
 from llmb.perfmodel.explain.run_prediction import predict_training
 from llmb.perfmodel.offload.machine_rates import Rates, known_rates, read_rates
 from llmb.perfmodel.offload.plan_candidate import PlanResult

@@ -11,12 +11,19 @@ A message is one line: what is wrong, and what would be valid.
 from collections.abc import Iterable
 
 SIMILAR = 0.65  # of a name, to be suggested: isl for ils, not timing for nothing
+MOST_AT_FRONT, MOST_AT_END = 3000, 1000  # characters of a message: it may quote a value of megabytes
 
 
 class LlmbError(Exception):
     """Base class: `except LlmbError` catches everything that llmb raises on purpose."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        if len(message) <= MOST_AT_FRONT + MOST_AT_END:
+            return message
+        return f"{message[:MOST_AT_FRONT]} ... {message[-MOST_AT_END:]}"
 
 
 class ConfigError(LlmbError):

@@ -21,7 +21,7 @@ from sys import intern
 from types import NoneType
 from typing import Any, get_args
 
-from llmb.config.serialization import current_names, field_types, to_json, with_whole_characters
+from llmb.config.serialization import check_parsed_size, current_names, field_types, to_json, with_whole_characters
 from llmb.config.spec import Status
 from llmb.errors import ConfigError
 from llmb.formats.dense_reader import open_dense
@@ -345,6 +345,7 @@ def parse(line: str | bytes) -> Event | None:
 def json_object(line: str | bytes) -> dict[str, Any]:
     """Return what json.loads does; that one also guesses an encoding and looks for white space, for half as long."""
     text = (line if isinstance(line, str) else str(line, "utf-8")).strip()
+    check_parsed_size(text)
     data: dict[str, Any]
     try:
         data, end = _scan_json(text, 0)

@@ -11,10 +11,10 @@ INSERTED = [
     b"\x00",
     b"\x1b[31m",
     b"\xff\xfe",
-    b"nan",
+    b"!!bool 3",
     b"1e999",
     b"-",
-    b"9" * 400,
+    b"0x" + b"f" * 5000,
     b"{",
     b"[",
     b"&a",
@@ -22,7 +22,7 @@ INSERTED = [
     b": ",
 ]
 VALUES: list[Any] = [
-    None, True, 0, -1, 1, 7, 2**31, 2**63, 10**30, 0.0, -0.5, 1e-300, 1e300, "", "7", "²", "x" * 300, "\x1b[2J",
+    None, True, 0, -1, 1, 7, 2**31, 10**400, 10**30, 0.0, -0.5, 1e-300, 1e300, "", "7", "²", "x" * 10_000, "\x1b[2J",
     "GPUs*0", "GPUs/²", "8-4", "8-99999999999999999999", [], {}, [[]], [None], [0], {"": 0}, {"kind": "load"}, [1, "a"],
 ]  # fmt: skip
 
@@ -64,10 +64,14 @@ def mutated_value(value: Any, chance: random.Random) -> Any:
         elif kind == 2:
             holder[key], holder[other] = holder[other], holder[key]
         elif kind == 3 and isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
-            holder[key] = chance.choice([-holder[key], holder[key] + 1, holder[key] * 3, holder[key] / 2, 0])
+            holder[key] = chance.choice([-holder[key], holder[key] + 1, holder[key] * 3, _half(holder[key]), 0])
         else:
             holder[key] = deepcopy(chance.choice(VALUES))
     return value
+
+
+def _half(number: float) -> float:
+    return number / 2 if abs(number) < 1e300 else number
 
 
 def _holders(value: Any) -> list[Any]:

@@ -71,6 +71,10 @@ def test_line_that_is_too_long_is_counted_once(tmp_path, monkeypatch):
     assert list(read(path)) == [RunEnded(status="ok"), LogProblem(problem="unreadable event line", count=2)]
 
 
+def test_line_that_takes_far_more_memory_than_its_bytes_is_no_event():
+    assert parse('{"event": "StepDone", "step": 1, "x": [' + "[]," * 4_000_000 + "[]]}") is None
+
+
 @pytest.mark.parametrize("half", ["\\ud800", "\\uDBFF", "\\uDC00 \\ud83d"])
 def test_half_of_a_surrogate_pair_is_refused(half):
     line = '{"event": "RunEnded", "status": "failed", "reason": "%s"}'

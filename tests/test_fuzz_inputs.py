@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dense_cases import DENSE_CASES
 from fuzzed_files import damaged_bytes, mutated_json, mutated_lines, mutated_value
-from published_models import DEEPSEEK, GPT_OSS_20B, LLAMA_8B, MIXTRAL
+from published_models import DEEPSEEK, GPT_OSS_20B, LLAMA_8B, MIXTRAL, QWEN3_30B
 
 from llmb.cli.stored_runs import load_run
 from llmb.config.bulk_file import read_bulk
@@ -116,7 +117,7 @@ CHUNKS = [
     {"usage": {"prompt_tokens": 3, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}},
     {"error": {"message": "overloaded"}},
 ]
-HF_CONFIGS = [to_hf_config(model) for model in (LLAMA_8B, DEEPSEEK, MIXTRAL, GPT_OSS_20B)]
+HF_CONFIGS = [to_hf_config(model) for model in (LLAMA_8B, DEEPSEEK, MIXTRAL, QWEN3_30B, GPT_OSS_20B, *DENSE_CASES)]
 BASELINE = Baseline(
     name="run", gpu_name="cpu", gpus=1, commit=None, samples_sha256="", settings={"model.layers": 2},
     times={"ttft_ms": MedianInterval(median=5.0, low=4.0, high=6.0, n=40, block=2, blocks=20)},

@@ -10,7 +10,7 @@ import numpy as np
 import serve_http
 
 from llmb.config.native.request_lengths import Lengths
-from llmb.config.recipe import load_yaml
+from llmb.formats.yaml_file import load_yaml
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.serving_time.native_step import NativeStep
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_constants

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from llmb.config.overrides import VARIABLES, Setting
-from llmb.config.recipe import Recipe, load_yaml, text_content
+from llmb.config.recipe import Recipe
 from llmb.config.run_list import MOST_RUNS, RunSelection, Task, split_target, tasks_for
 from llmb.config.serialization import build
 from llmb.errors import ConfigError
+from llmb.formats.yaml_file import load_yaml, text_content
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ A folder with a recipe.yaml adds a workload; no Python is needed.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import lru_cache
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmb.config.serialization import build, current_names, open_regular_file, whole_number
+from llmb.config.serialization import build, current_names, whole_number
 from llmb.errors import ConfigError, UnknownName
+from llmb.formats.yaml_file import parse_yaml, text_content
 
 if TYPE_CHECKING:  # not at run time: `llmb-run list` builds no model and should not pay for the import
     from llmb.config.model import Model
@@ -22,9 +22,6 @@ if TYPE_CHECKING:  # not at run time: `llmb-run list` builds no model and should
 Row = dict[str, Any]
 POSITIVE_SIZES = {"layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"}
 MOST_LAYERS, LARGEST_SIZE = 10_000, 10**9
-MOST_YAML_BYTES = 2**24
-MOST_YAML_DEPTH = 1000
-MOST_YAML_VALUES = 1_000_000  # after aliases are expanded; a bulk file of 10,000 runs has a tenth
 # Keys that select a row; all others are settings of the run.
 SELECTORS = ("gpu", "size", "dtype", "gpus", "mode", "use_case")
 # Name of the class of spec.py with the settings of each kind of run.
@@ -164,7 +161,7 @@ def load(path: Path) -> Recipe:
 @lru_cache(maxsize=64)
 def _recipe(path: Path, content: bytes) -> Recipe:
     """Parse a recipe once as long as its file stays the same: that is half the time of a prediction."""
-    data = _parse_yaml(path, content, "a recipe: workload, kind, models, rows")
+    data = parse_yaml(path, content, "a recipe: workload, kind, models, rows")
     recipe = build(Recipe, data, str(path))
     for section in ("rows", "proxies", "references"):
         for number, row in enumerate(getattr(recipe, section), 1):
@@ -209,86 +206,6 @@ def _with_current_names(recipe: Recipe) -> Recipe:
         proxies=tuple(map(renamed, recipe.proxies)),
         references=tuple(map(renamed, recipe.references)),
     )
-
-
-def load_yaml(path: Path, expected: str, loader: Any = None) -> Any:
-    """Parse a YAML file; errors name the file, the line and the problem, or what was expected in an empty file."""
-    return _parse_yaml(path, text_content(path), expected, loader)
-
-
-def text_content(path: Path) -> bytes:
-    """Return the content of a text file of a user; more than a YAML file may have is refused."""
-    try:
-        with open_regular_file(path) as file:
-            content = file.read(MOST_YAML_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    if len(content) > MOST_YAML_BYTES:
-        raise ConfigError(f"{path} has more than {MOST_YAML_BYTES:,} bytes")
-    return content
-
-
-def _parse_yaml(path: Path, content: bytes, expected: str, loader: Any = None) -> Any:
-    import yaml
-
-    loader = loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        if _may_be_deep(content) and _is_deep(content, loader):
-            raise ConfigError(f"{path}: nested more than {MOST_YAML_DEPTH} levels deep")
-        data = yaml.load(content, Loader=loader)
-        if _expanded_size(data, {}) > MOST_YAML_VALUES:
-            raise ConfigError(f"{path}: its aliases expand to more than {MOST_YAML_VALUES:,} values")
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from error
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # an impossible date, a control character, absurd nesting
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if data is None:
-        raise ConfigError(f"{path} is empty; expected {expected}")
-    return data
-
-
-def _may_be_deep(content: bytes) -> bool:
-    """Return whether the depth of a YAML file needs a look.
-
-    A level opens a bracket or has a column of its own, which a sequence in a mapping may share.
-    """
-    brackets = content.count(b"[") + content.count(b"{")
-    return brackets > MOST_YAML_DEPTH or 2 * max(map(len, content.splitlines()), default=0) > MOST_YAML_DEPTH
-
-
-def _is_deep(content: bytes, loader: Any) -> bool:
-    """Return whether a YAML file has more levels than are loaded: the C parser crashes where its stack ends."""
-    import yaml
-
-    depth = 0
-    for event in yaml.parse(content, Loader=loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MOST_YAML_DEPTH:
-                return True
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-    return False
-
-
-def _expanded_size(value: Any, sizes: dict[int, float]) -> float:
-    """Count the values that a reader meets: an alias counts as often as it is used, one to itself for ever."""
-    if not isinstance(value, (dict, list)):
-        return 1
-    if id(value) not in sizes:
-        sizes[id(value)] = inf
-        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        sizes[id(value)] = 1 + sum(_expanded_size(item, sizes) for item in items)
-    return sizes[id(value)]
 
 
 def shipped() -> Path:

@@ -25,7 +25,8 @@ from llmb.errors import ConfigError, LaunchError, UnknownName
 T = TypeVar("T")
 SCALARS = {str, int, float, bool, type(None)}
 LARGE_JSON_BYTES = 2**26  # of larger files holes are looked for: their zeros would be read and decoded
-MAX_JSON_BYTES = 2**30  # the result of a million requests has a tenth; parsed it takes several times its size
+MAX_JSON_BYTES = 2**30
+MAX_PARSED_BYTES = 2**29  # the result of a million steps takes a sixteenth
 
 # Dataclass -> {name in older files: current name}. Whatever reads a stored file goes through `current_names`.
 RENAMED_FIELDS: dict[str, dict[str, str]] = {
@@ -166,7 +167,10 @@ def convert(kind: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected a mapping, got {_show(value)}")
         return {convert(args[0], k, where): convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if kind is float and type(value) in (int, float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:  # an int of more than 308 digits
+            raise ConfigError(f"{where}: {_show(value)} is too large") from error
     raise ConfigError(f"{where}: expected {_name(kind)}, got {_show(value)}")
 
 
@@ -265,11 +269,23 @@ def read_json(path: Path) -> Any:
                 raise ConfigError(f"{path} is not valid JSON: nothing is stored from byte {hole:,} on")
             file.seek(0)
             content = file.read()
-            return parse_json(str(content, json.detect_encoding(content)))
+            text = str(content, json.detect_encoding(content))
+            check_parsed_size(text)
+            return parse_json(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def check_parsed_size(text: str) -> None:
+    """Raise a ValueError for JSON that takes too much memory once it is parsed: `[],` of three bytes takes 64."""
+    if len(text) < MAX_PARSED_BYTES >> 7:
+        return  # no text takes more than that many times its size
+    containers = text.count("[") + text.count("{") + text.count(":")
+    parsed = 32 * text.count(",") + 128 * containers + 32 * text.count('"')
+    if parsed > MAX_PARSED_BYTES:
+        raise ValueError(f"parsed it takes about {parsed:,} bytes of memory; at most {MAX_PARSED_BYTES:,} are allowed")
 
 
 def parse_json(text: str) -> Any:

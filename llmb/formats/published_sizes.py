@@ -8,9 +8,10 @@ Shipped as data: another model is one more file.
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmb.config.recipe import load_yaml, shipped
+from llmb.config.recipe import shipped
 from llmb.config.serialization import convert
 from llmb.errors import ConfigError
+from llmb.formats.yaml_file import load_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import groupby
 from math import log2
 from operator import itemgetter
@@ -23,7 +24,8 @@ MIN_SECRET_CHARS = 6  # words like "true" or "1" under a secret's name must not 
 
 _SECRET_NAME = re.compile(
     r"TOKEN$|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION$"
-    r"|(?<!BY)PASS$|(?<!^)(?<!^OLD)PWD$|AUTHS?$|COOKIES?$|CREDS$|SIG$",  # PWD and OLDPWD are the shell's
+    r"|PASSCODE$|(?:^|_)PW$|(?<!BY)PASS$|AUTHS?$|COOKIES?$|CREDS$|SIG$"
+    r"|(?<!^)(?<!^OLD)PWD$",  # PWD and OLDPWD are the shell's
     re.IGNORECASE,
 )
 _TOKEN = re.compile(
@@ -41,7 +43,7 @@ _TOKEN = re.compile(
 _LABELLED = re.compile(
     r"(?P<label>(?i:bearer)\s{1,3})[A-Za-z0-9._~+/=-]{16,}"
     r"|(?P<basic>(?i:\bbasic)\s{1,3})(?=[A-Za-z+/]*[0-9=])[A-Za-z0-9+/]{8,}={0,2}"  # user:password in base 64
-    r"|(?P<header>(?i:authorization)\W{1,6}(?i:bearer|basic|token)\s{1,3})[A-Za-z0-9._~+/=-]{6,}"
+    r"|(?P<header>(?i:authorization)\W{1,6}(?i:bearer|basic|token|apikey)\s{1,3})[A-Za-z0-9._~+/=-]{6,}"
     r"|(?P<signature>(?i:\bsig|-signature|[?&]signature)=)[A-Za-z0-9%+/=_-]{16,}"  # shared access, presigned address
     r"|(?P<docker>\\{0,3}\"auth\\{0,3}\"\s{0,3}:\s{0,3}\\{0,3}\")[A-Za-z0-9+/=_-]{8,}"  # Docker's config.json
     r"|(?P<netrc>\b(?:login\s{1,9}\S{1,200}\s{1,9}(?:account\s\S{1,200}\s{1,9})?|machine\s\S{1,200}\s{1,9})password\s{1,9})\S+"
@@ -56,6 +58,33 @@ _TOKEN_HINTS = (
     "hf_", "sk-", "nvapi-", "akia", "asia", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox",
     "aiza", "dckr_pat_", "eyj", "bearer", "basic ", "authorization", "://", "sig=", "signature=", '"auth', "login ",
     "machine ", "-u", "--user", "--proxy-user", "passw", "pwd", "accountkey", "accesskey",
+)  # fmt: skip
+# The same of single services and commands, in patterns of their own: few lines have any of these hints.
+_SERVICE_TOKEN = re.compile(
+    r"gl(?:pat|rt|ptt|dt|cbt|ft|soat)-[A-Za-z0-9_-]{20,}"  # GitLab
+    r"|npm_[A-Za-z0-9]{30,}|pypi-[A-Za-z0-9_-]{30,}|api_org_[A-Za-z0-9]{20,}"  # npm, PyPI, Hugging Face
+    r"|hv[sb]\.[A-Za-z0-9_-]{20,}|\.atlasv1\.[A-Za-z0-9_-]{40,}|dapi[0-9a-f]{32}"  # HashiCorp, Databricks
+    r"|ya29\.[A-Za-z0-9_-]{20,}|GOCSPX-[A-Za-z0-9_-]{20,}"  # Google
+    r"|SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}"  # SendGrid
+    r"|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}|dop_v1_[0-9a-f]{32,}|shp(?:at|ca|pa|ss)_[0-9a-f]{32}"  # Stripe and others
+    r"|AGE-SECRET-KEY-1[A-Z0-9]{20,}|MUNGE:[A-Za-z0-9+/=]{20,}|(?<!\d)\d{8,10}:AA[A-Za-z0-9_-]{33}"  # Telegram
+    r"|(?<=hooks\.slack\.com/services/)[\w/-]{10,}|(?<=/api/webhooks/)[\w/-]{10,}|(?<=/webhookb2/)[\w/@-]{10,}"
+)
+_SERVICE_LABELLED = re.compile(
+    r"(?P<digest>(?i:authorization)\W{1,6}(?i:digest)\s{1,3}|(?i:\bcookie)\s?:\s?)[^\n\"']{8,}(?:\"[^\n\"]{0,200}\"[^\n\"]{0,200}){0,9}"
+    r"|(?P<query>[?&](?i:(?:access_|auth_)?token|api_?key|auth)=)[^\s&\"']{6,}"
+    r"|(?P<registry>\\{0,3}\"(?:password|identitytoken|registrytoken)\\{0,3}\"\s{0,3}:\s{0,3}\\{0,3}\")[^\"\\\n]{3,}"
+    r"|(?P<login>\b(?:docker|podman|helm|skopeo)\s{1,9}(?:registry\s{1,9})?login\b[^\n]{0,200}?\s(?:-p|--password)(?:\s{1,9}|=))\S+"
+    r"|(?P<wandb>\bwandb\s{1,9}login\s{1,9}(?:--\S{1,200}\s{1,9}){0,9})[0-9A-Za-z_-]{40,}"
+    r"|(?P<sshpass>\bsshpass\s{1,9}-p\s{0,9})\S+|(?P<mysql>\bmysql(?:dump|admin)?\s[^\n]{0,200}?(?<=\s)-p)[^\s=]\S*"
+    r"|(?P<kubernetes>\bclient-key-data:\s{1,9})[A-Za-z0-9+/=]{16,}"
+    r"|(?P<oracle>\bjdbc:oracle:thin:[^/\s]{1,100}/)[^@\s]{1,200}(?=@)"
+)
+_SERVICE_HINTS = (
+    "glrt-", "glptt-", "gldt-", "glcbt-", "glft-", "glsoat-", "npm_", "pypi-", "api_org_", "hvs.", "hvb.", "atlasv1",
+    "dapi", "ya29.", "gocspx-", "sg.", "k_live_", "k_test_", "dop_v1_", "shpat_", "shpca_", "shppa_", "shpss_",
+    "age-secret-key", "munge:", ":aa", "slack.com/s", "webhook", "digest ", "cookie", "token=", "key=", "auth=",
+    '"passw', "itytoken", "rytoken", " login", "sshpass", "mysql", "client-key-data", "jdbc:oracle",
 )  # fmt: skip
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]{0,20}PRIVATE KEY[A-Z ]{0,10}-----(?:[^-]|-(?!----))*"  # up to END or all of it
@@ -106,7 +135,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def _has_pattern(value: str) -> bool:
-    return any(pattern.search(value) for pattern in (_TOKEN, _LABELLED, _PRIVATE_KEY))
+    return scrub_named(scrub(value)) != value
 
 
 def looks_random(value: str) -> bool:
@@ -150,16 +179,17 @@ def scrub(text: str, values: Iterable[str] = ()) -> str:
     """Return text without these values, longest first, and without all that match a token pattern."""
     for value in values:
         text = text.replace(value, MASK)
-    return _scrub_lines(_PRIVATE_KEY.sub(MASK, text), _may_hold_token, _mask_tokens)
+    text = _scrub_lines(_PRIVATE_KEY.sub(MASK, text), _TOKEN_HINTS, partial(_mask_tokens, _TOKEN, _LABELLED))
+    return _scrub_lines(text, _SERVICE_HINTS, partial(_mask_tokens, _SERVICE_TOKEN, _SERVICE_LABELLED))
 
 
-def _mask_tokens(text: str) -> str:
-    return _LABELLED.sub(lambda match: next(filter(None, match.groups())) + MASK, _TOKEN.sub(MASK, text))
+def _mask_tokens(token: re.Pattern[str], labelled: re.Pattern[str], text: str) -> str:
+    return labelled.sub(lambda match: next(filter(None, match.groups())) + MASK, token.sub(MASK, text))
 
 
 def scrub_named(text: str) -> str:
     """Return text without the values after a secret's name; quotes stay, so that JSON and YAML stay valid."""
-    return _scrub_lines(text, _may_hold_name, _mask_named)
+    return _scrub_lines(text, _NAME_HINTS, _mask_named, _may_hold_name)
 
 
 def scrub_thoroughly(text: str, values: Iterable[str] = ()) -> str:
@@ -186,14 +216,20 @@ def values_named_in(text: str) -> set[str]:
             values.update(match["value"].strip("\\\"'$") for match in pattern.finditer(lines))
         return lines
 
-    _scrub_lines(text, _may_hold_name, collect)
+    _scrub_lines(text, _NAME_HINTS, collect, _may_hold_name)
     return {value for value in values if _HIGH_ENTROPY.fullmatch(value)}
 
 
-def _scrub_lines(text: str, may_hold: Callable[[str], bool], clean: Callable[[str], str]) -> str:
+def _scrub_lines(
+    text: str, hints: Iterable[str], clean: Callable[[str], str], may_hold: Callable[[str], bool] = bool
+) -> str:
     """Clean only lines that may hold a secret and those after them, as a list of arguments may span two."""
+    lowered = text.lower()
+    present = [hint for hint in hints if hint in lowered]  # most are nowhere: one look at all lines tells
+    if not present:
+        return text
     lines = text.split("\n")
-    suspect = [may_hold(line.lower()) for line in lines]
+    suspect = [any(hint in line for hint in present) and may_hold(line) for line in lowered.split("\n")]
     if not any(suspect):
         return text
     selected = (this or previous for this, previous in zip(suspect, [False, *suspect], strict=False))
@@ -204,12 +240,8 @@ def _scrub_lines(text: str, may_hold: Callable[[str], bool], clean: Callable[[st
     return "\n".join(clean(block) if is_selected else block for is_selected, block in blocks)
 
 
-def _may_hold_token(line: str) -> bool:
-    return any(hint in line for hint in _TOKEN_HINTS)
-
-
 def _may_hold_name(line: str) -> bool:
-    return any(hint in line for hint in _NAME_HINTS) and ("--" in line or bool(_NAME_HINT.search(line)))
+    return "--" in line or bool(_NAME_HINT.search(line))
 
 
 def _mask_named(text: str) -> str:

@@ -57,6 +57,16 @@ def test_command_line(command, message, capsys):
             "aliases",
         ),
         ("a: &a [*a]", "aliases expand"),
+        (
+            "\n".join(
+                ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12))]
+            ),
+            "merge keys expand to more than 1,000,000",
+        ),
+        (f"pretrain_llama3.1_8b: {{scales: 0x{'f' * 5000}}}", "a whole number of more than 1024 bits"),
+        (f"pretrain_llama3.1_8b: {{scales: '{'1' * 10**6}'}}", "expected .*"),
+        ("pretrain_llama3.1_8b: {scales: !!bool 3}", "a value is not of the type that its tag names"),
+        ('pretrain_llama3.1_8b: {scales: !!int ""}', "a value is not of the type that its tag names"),
         ("[" * 100_000, "nested more than 1000 levels deep"),
         ("{a: " * 100_000, "nested more than 1000 levels deep"),
         ("- " * 50_000, "nested more than 1000 levels deep"),

@@ -1,4 +1,4 @@
-"""File system of a few MiB that can be filled up, unmounted when its owner exits, even by kill -9."""
+"""File system of some MiB that can be filled up, unmounted when its owner exits, even by kill -9."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ HOLD = 'mount -t tmpfs -o size="$2" tmpfs "$1" || exit 1; echo mounted; read -r 
 class SmallDisk:
     """Context manager that mounts at `folder`; `mounted`: whether this machine permits it."""
 
-    def __init__(self, folder: Path, size: str = "48m"):
+    def __init__(self, folder: Path, size: str = "256m"):
         self.folder = folder
         self.mounted = False
         self._size = size

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from llmb.config.recipe import load
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.config.serialization import RENAMED_FIELDS, RENAMED_VALUES, build, read_json, to_json, to_plain, write_atomic
+from llmb.config.serialization import (
+    RENAMED_FIELDS,
+    RENAMED_VALUES,
+    build,
+    convert,
+    read_json,
+    to_json,
+    to_plain,
+    write_atomic,
+)
 from llmb.config.spec import Parallel, Precision, RunConfig, Training
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import TYPES, HangReport, RequestDone, RunEnded, read
@@ -263,6 +272,21 @@ def test_json_has_null_where_a_number_is_not_finite():
     assert to_json([1e308, 1e308]) == "[1e+308, 1e+308]"  # each is finite, their sum is not
 
 
+def test_json_that_takes_far_more_memory_than_its_file_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[" + "[]," * 4_000_000 + "[]]")
+    with pytest.raises(ConfigError, match="it takes about 640,000,256 bytes of memory; at most 536,870,912"):
+        read_json(path)
+    path.write_text("[" + "0.5123456789012345," * 1_000_000 + "0]")  # as the times of a million steps
+    assert len(read_json(path)) == 1_000_001
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+def test_whole_number_that_no_float_holds_is_refused(number):
+    with pytest.raises(ConfigError, match=r"lr: .* is too large"):
+        convert(float, number, "lr")
+
+
 def test_json_with_a_hole_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "result.json"
     path.write_text("[1]")
@@ -272,3 +296,10 @@ def test_json_with_a_hole_is_refused_before_it_is_read(tmp_path):
     path.write_text("")
     with pytest.raises(ConfigError, match="is not valid JSON"):
         read_json(path)
+
+
+def test_message_that_quotes_megabytes_is_cut():
+    message = str(ConfigError(f"expected a number, got {'x' * 10**6}; choices are: 1"))
+    assert len(message) < 5000
+    assert message.startswith("expected a number, got x")
+    assert message.endswith("x; choices are: 1")

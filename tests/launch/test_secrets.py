@@ -64,6 +64,10 @@ def test_secret_by_pattern(secret, suffix):
         "the bearer of this message",
         "basic responsibilities of a layer, Basic 2 of 3",
         "design=a-very-long-name-of-a-design",
+        "mysql -u root -p database",
+        "docker login nvcr.io, then pull",
+        "npm_config_registry and glibc-2.36-9+deb12u10",
+        "the cookie: none",
     ],
 )
 def test_ordinary_text_is_not_scrubbed(text):
@@ -83,7 +87,19 @@ def test_longer_secret_is_scrubbed_first():
 
 @pytest.mark.parametrize(
     "name",
-    ["DB_PASS", "MYSQL_PWD", "SMTP_PASSWD", "GCP_CREDENTIAL", "PROXY_AUTH", "COOKIE", "URL_SIG", "XSIG", "DB_CREDS"],
+    [
+        "DB_PW",
+        "APP_PASSCODE",
+        "DB_PASS",
+        "MYSQL_PWD",
+        "SMTP_PASSWD",
+        "GCP_CREDENTIAL",
+        "PROXY_AUTH",
+        "COOKIE",
+        "URL_SIG",
+        "XSIG",
+        "DB_CREDS",
+    ],
 )
 def test_secret_by_the_end_of_its_name(name):
     assert mask({name: "anything"}) == {name: "***"}
@@ -127,12 +143,45 @@ def test_names_that_only_resemble_those_of_secrets(name):
         ("redis://:hunter2x@host:6379/0", "hunter2x"),
         ("postgresql://me:hunter/2x@db/x", "hunter/2x"),
         ("PuTTY-User-Key-File-2: ssh-rsa\nPrivate-Lines: 1\nhunter2x", "hunter2x"),
+        ("glrt-" + "aB3" * 8, "aB3" * 8),
+        ("npm_" + "aB3" * 12, "aB3" * 12),
+        ("hvs." + "aB3" * 12, "aB3" * 12),
+        ("x.atlasv1." + "aB3" * 20, "aB3" * 20),
+        ("ya29." + "aB3" * 12, "aB3" * 12),
+        ("SG." + "aB3" * 7 + "." + "dE4" * 14, "dE4" * 14),
+        ("sk_live_" + "aB3" * 8, "aB3" * 8),
+        ("dapi" + "0a1b2c3d" * 4, "0a1b2c3d" * 4),
+        ("https://api.telegram.org/bot123456789:AA" + "aB3" * 11 + "/sendMessage", "aB3" * 11),
+        ("https://hooks.slack.com/services/T0/B0/" + "aB3" * 8, "aB3" * 8),
+        ("https://discord.com/api/webhooks/1234/" + "aB3" * 8, "aB3" * 8),
+        ("MUNGE:" + "aB3" * 20 + ":", "aB3" * 20),
+        ("AGE-SECRET-KEY-1" + "AB3" * 19, "AB3" * 19),
+        ("Cookie: sessionid=hunter2xhunter2x", "hunter2xhunter2x"),
+        ("Set-Cookie: sid=hunter2xhunter2x; HttpOnly", "hunter2xhunter2x"),
+        ("Authorization: ApiKey hunter2xhunter2x", "hunter2xhunter2x"),
+        ('Authorization: Digest username="me", response="hunter2x"', "hunter2x"),
+        ("https://host/x?a=1&access_token=hunter2x", "hunter2x"),
+        ("https://host/x?api_key=hunter2x&b=1", "hunter2x"),
+        ('{"auths": {"nvcr.io": {"username": "$oauthtoken", "password": "hunter2x"}}}', "hunter2x"),
+        ('{"auths": {"nvcr.io": {"identitytoken": "hunter2x"}}}', "hunter2x"),
+        ("docker login -u me -p hunter2x nvcr.io", "hunter2x"),
+        ("docker login --username me --password=hunter2x nvcr.io", "hunter2x"),
+        ("wandb login --relogin " + "0a1b2c3d" * 5, "0a1b2c3d" * 5),
+        ("sshpass -p hunter2x ssh host", "hunter2x"),
+        ("mysql -u root -phunter2x db", "hunter2x"),
+        ("client-key-data: " + "aB3" * 20, "aB3" * 20),
+        ("jdbc:oracle:thin:scott/hunter2x@//host:1521/x", "hunter2x"),
         ("-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2x\n-----END OPENSSH PRIVATE KEY-----", "hunter2x"),
     ],
 )
 def test_secret_by_its_shape(text, secret):
     assert mask({"PLAIN": text}) == {"PLAIN": "***"}
     assert secret not in scrub(text)
+
+
+@pytest.mark.parametrize("text", ["aws_secret_access_key = hunter2x", "  password: hunter2x", "--passphrase hunter2x"])
+def test_variable_whose_value_names_a_secret_is_masked(text):
+    assert mask({"PLAIN": text}) == {"PLAIN": "***"}
 
 
 def test_random_value_is_hidden_and_named():

@@ -5,8 +5,8 @@ import os
 import re
 from typing import Any, Literal
 
-from llmb.config.recipe import load_yaml
 from llmb.errors import ConfigError
+from llmb.formats.yaml_file import load_yaml
 from llmb.loadgen.sweep.ladder import Precision, parse_ladder, parse_precision
 from llmb.loadgen.sweep.sweep_plan import SweepPlan
 from llmb.results.sweep.slo import parse_slo, parse_tiers

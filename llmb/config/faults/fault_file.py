@@ -15,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from llmb.config.faults.fault_plan import CHECKPOINT_KINDS, FAULT_KINDS, Fault, FaultInjection
-from llmb.config.recipe import load_yaml
 from llmb.config.serialization import build
 from llmb.config.spec import Limits, RunConfig, Training
 from llmb.errors import ConfigError
+from llmb.formats.yaml_file import load_yaml
 
 DAY_S = 86400.0
 MOST_FAULTS = 1000

@@ -85,9 +85,10 @@ class LlamaLike:
         rope = self._read_rope(config, "full_attention" if self.has_local_rope else "")
         pattern, window = self._read_layers(config)
         has_bias = bool(config.get("attention_bias")) and self.optional_bias
-        head_dim = config.get("head_dim") or (
-            positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads")
-        )
+        if config.get("head_dim"):
+            head_dim = positive_int(config, "head_dim")
+        else:
+            head_dim = positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads")
         _check_rotated_channels(rope, head_dim)
         fields = from_hf(config, SIZE_FIELDS) | {
             "architecture": self.architecture,
@@ -217,10 +218,10 @@ def read_layer_types(config: HfConfig, layers: int) -> str:
     return "".join(LAYER_TYPES[name] for name in names)
 
 
-def _check_rotated_channels(rope: dict[str, Any], head_dim: Any) -> None:
+def _check_rotated_channels(rope: dict[str, Any], head_dim: int) -> None:
     """Reject a fraction of channels with RoPE that is no whole number of pairs."""
     factor = convert(float, rope.get("partial_rotary_factor", 1.0), "config.json.partial_rotary_factor")
-    channels = int(convert(int, head_dim, "config.json.head_dim") * factor)
+    channels = int(head_dim * factor)
     if factor != 1.0 and (channels < 2 or channels % 2):
         raise ConfigError(
             f"config.json: partial_rotary_factor={factor} is not supported: it rotates {channels} of {head_dim} "

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmb.config.model import Model
-from llmb.config.recipe import load_yaml
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError, UnknownName
+from llmb.formats.yaml_file import load_yaml
 
 MOST_DRAFTS = 16
 FIRST_LAYERS = "layers:"

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from llmb.config.recipe import load_yaml
 from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.errors import ConfigError
 from llmb.events import MAX_LINE_BYTES, RunStarted, read
 from llmb.formats.dense_reader import open_dense
+from llmb.formats.yaml_file import load_yaml
 from llmb.launch.run_folder import RunFolder
 
 UNKNOWN_CLUSTER = "elsewhere"

@@ -9,8 +9,8 @@ An unknown key is an error that lists the valid ones.
 from pathlib import Path
 from typing import Any
 
-from llmb.config.recipe import load_yaml
 from llmb.errors import ConfigError, UnknownName
+from llmb.formats.yaml_file import load_yaml
 
 VERSION = 2
 TOP_KEYS = (

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from llmb.config.model import Model
-from llmb.config.recipe import load, load_yaml, shipped
+from llmb.config.recipe import load, shipped
 from llmb.config.serialization import build
 from llmb.errors import UnknownName
+from llmb.formats.yaml_file import load_yaml
 
 SHAPE_FIELDS = ("window", "window_layers", "checkpoint", "expert_bias", "mtp_depth", "mtp_blocks")
 # Of a checkpoint on Hugging Face: how it was tuned, in which month, its format, its version.

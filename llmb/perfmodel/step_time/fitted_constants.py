@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmb.config.recipe import load_yaml
 from llmb.config.serialization import build
+from llmb.formats.yaml_file import load_yaml
 
 Constants = dict[str, float]
 NATIVE_FILE = Path(__file__).with_name("native_constants.yaml")  # of our own engine, measured instead of fitted

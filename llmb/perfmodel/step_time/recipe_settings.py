@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmb.config.recipe import load_yaml
 from llmb.config.spec import Override, RunConfig
+from llmb.formats.yaml_file import load_yaml
 from llmb.perfmodel.shapes.model_catalog import ModelShape, find_model
 
 SETTINGS_FILE = Path(__file__).with_name("recipe_settings.yaml")

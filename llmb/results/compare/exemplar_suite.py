@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from llmb.config.recipe import load_yaml
 from llmb.config.serialization import build
 from llmb.errors import ConfigError, UnknownName
+from llmb.formats.yaml_file import load_yaml
 from llmb.results.result import Result
 
 RATIOS = ("reference", "predicted")
