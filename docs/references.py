@@ -7,7 +7,8 @@ contradictions within the sources. All data come from the recipe folders:
 from dataclasses import dataclass
 from typing import Any
 
-from llmb.config.recipe import Recipe, Row, load_all, load_yaml, per_gpus, shipped
+from llmb.config.recipe import Recipe, Row, load_all, per_gpus, shipped
+from llmb.formats.yaml_file import load_yaml
 from llmb.perfmodel import flops, hardware, metrics
 
 ONE_TRILLION = 1e12

@@ -216,9 +216,8 @@ def _passes(setup: StepSetup, device: Device, gemm: Gemm, layers: float, backwar
     operand = OPERAND_BYTES[setup.dtype if gemm.low else "bf16"]
     x, w, y = gemm.m * gemm.k * gemm.count, gemm.weights, gemm.m * gemm.n * gemm.count
     sms, fill_k = device.fabric.sms, FILL_K_OF.get(setup.engine, FILL_K)
-    grouped = (
-        gemm.routed if setup.engine == "native" else gemm.count > 1
-    )  # others multiply a single expert as a dense one
+    # Other engines multiply a single expert as a dense layer.
+    grouped = gemm.routed if setup.engine == "native" else gemm.count > 1
 
     def gemm_pass(m: float, n: float, k: float, traffic: float, chunks: int = 1) -> GemmPass:
         ragged = gemm.count > 1 and m == gemm.m
