@@ -131,8 +131,8 @@ def _with_conventions(explanation: Explanation, setup: StepSetup, tflops: float)
     amount = step_amount(setup)
     causal, full = (train_flops_per_sequence(amount.model, setup.seqlen, name) for name in ("causal", "full"))
     causes, notes = [], []
-    for what, factor in (("attention in full, not causal", causal / full), ("recomputed forwards too (HFU)", 3 / 4)):
-        text = f"it counts {what}: {tflops * factor:,.0f} TFLOP/s/GPU by our convention"
+    for counted, factor in (("attention in full, not causal", causal / full), ("recomputed forwards too (HFU)", 3 / 4)):
+        text = f"it counts {counted}: {tflops * factor:,.0f} TFLOP/s/GPU by our convention"
         seconds = model_flops(setup) / setup.gpus / (tflops * factor * TERA)
         if explanation.verdict != "impossible":
             notes.append(f"if {text}")
