@@ -61,7 +61,7 @@ class BlockHashes:
         self._hashes, self._size = xxhash.xxh3_64(), 0
 
     def partial_result(self, buffer: Bytes, count: int) -> tuple[int, bytes]:
-        return count, xxhash.xxh3_64_digest(buffer[:count])
+        return count, xxhash.xxh3_64_digest(buffer[:count].data)
 
     def add(self, partial_result: tuple[int, bytes]) -> None:
         count, digest = partial_result
