@@ -16,9 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-HASHED_BYTES = (
-    1 << 21
-)  # a block: about the cache of a core; with smaller ones threads wait for the interpreter more often
+HASHED_BYTES = 1 << 21  # a block: fits a cache, and threads do not wait for the interpreter often
 
 SUMS = 2053
 SUMMED_BYTES = 512 * SUMS  # 64 words of each sum
