@@ -1,15 +1,16 @@
 """What do checksums cost? A checkpoint of training is loaded with and without the check of its files. No GPU.
 
-    python bench/checkpoint_load.py [--json FILE] [--rounds 5] [--warm]
+    python bench/checkpoint_load.py [--json FILE] [--rounds 5] [--warm] [--wide]
     python bench/checkpoint_load.py --tiny      # a very small model: shows only that it runs
 
-A Llama of 125 million parameters with fp32 weights and moments, 1.5 GB, from the disk, as after a failure; `--warm`:
-from /dev/shm, or the page cache where there is none. `--warm` takes 28 s a round on two cores. Three loads are
-compared: by torch's own reader, which checks nothing; by ours without sums; by ours. Each is timed in processes of its
-own, which alternate: whether memory that was freed is used again depends on all that a process did before, and doubles
-the time of torch's reader. One OpenMP thread each, as torchrun gives a rank: waiting ones make copies take up to ten
-times as long on a busy machine. Costs are by the median and by the fastest load; CPU seconds are the fewest, of all
-threads. The aim: at most 5 % over a load without checks.
+A Llama of 125 million parameters with fp32 weights and moments, 300 tensors of 1.5 GB together, from the disk of
+TMPDIR, as after a failure; `--warm`: from its page cache. `--wide`: fewer and larger tensors, 1.9 GB, so that less of
+the load is headers, which one thread reads while other cores are idle. Three loads are compared: by torch's own reader,
+which checks nothing; by ours without hashes; by ours. Torch's is timed in processes of its own: whether memory that was
+freed is used again depends on all that a process did before, and changes its time several times over. The other two
+alternate in one process; the cost of hashes is the median over pairs, with its 95 % interval, as loads of different
+minutes differ by more. One OpenMP thread each, as torchrun gives a rank: waiting ones make copies take up to ten times
+as long on a busy machine. CPU seconds are the fewest, of all threads. The aim: at most 5 % over a load without hashes.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -37,10 +38,11 @@ from llmb.train.loop import TrainJob, build_training
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.train_checkpoint import Checkpointer
 
+TINY, NARROW, WIDE = (64, 2, 256), (768, 8, 32000), (2048, 2, 6000)  # hidden size, layers, vocabulary
 
-def config_of(tiny: bool) -> RunConfig:
+
+def config_of(hidden: int, layers: int, vocab: int) -> RunConfig:
     """Return the configuration of a run that writes a checkpoint after its first step."""
-    hidden, layers, vocab = (64, 2, 256) if tiny else (768, 8, 32000)
     model = Model(
         name="bench", architecture="llama", layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=hidden // 64,
         head_dim=64, ffn=4 * hidden, vocab=vocab,
@@ -69,9 +71,8 @@ class Seconds(NamedTuple):
     cpu: float  # of all threads
 
 
-SHARED_MEMORY = Path("/dev/shm")
-LOADS_PER_PROCESS = 3
-BASELINES = ("torch's reader", "without sums")
+LOADS_PER_PROCESS = 6
+PROCESSES = (("torch's reader",), ("without hashes", "checked"))  # loads that alternate in each
 CHECKPOINTER = "llmb.train.train_checkpoint"
 CHECKSUMS = "llmb.runtime.checksums"
 LOADS: dict[str, dict[str, Callable[..., object]]] = {  # what is replaced for each
@@ -79,9 +80,9 @@ LOADS: dict[str, dict[str, Callable[..., object]]] = {  # what is replaced for e
         f"{CHECKPOINTER}.CheckpointCheck": NoCheck,
         f"{CHECKPOINTER}.CheckpointReader": lambda path, _check: dcp.FileSystemReader(path),
     },
-    "without sums": {
-        f"{CHECKSUMS}.file_checksum.InterleavedSums.sums": lambda *_arguments: (),
-        f"{CHECKSUMS}.file_checksum.InterleavedSums.add": lambda *_arguments: None,
+    "without hashes": {
+        f"{CHECKSUMS}.file_checksum.BlockHashes.partial_result": lambda *_arguments: (),
+        f"{CHECKSUMS}.file_checksum.BlockHashes.add": lambda *_arguments: None,
         f"{CHECKSUMS}.checkpoint_checksums.CheckpointCheck._compare": lambda *_arguments: None,
     },
     "checked": {},
@@ -89,20 +90,30 @@ LOADS: dict[str, dict[str, Callable[..., object]]] = {  # what is replaced for e
 
 
 def time_loads(
-    name: str, checkpointer: Checkpointer, checkpoint: Path, warm: bool, answers: "SimpleQueue[list[Seconds]]"
+    kinds: Sequence[str],
+    checkpointer: Checkpointer,
+    checkpoint: Path,
+    warm: bool,
+    answers: "SimpleQueue[dict[str, list[Seconds]]]",
 ) -> None:
-    """Answer the time of a few loads, after one that allocates what stays."""
-    seconds = []
+    """Answer the times of loads, after one of each kind that allocates what stays."""
+    seconds: dict[str, list[Seconds]] = {kind: [] for kind in kinds}
+    for number in range(1 + LOADS_PER_PROCESS):
+        for kind in kinds if number % 2 else reversed(kinds):
+            seconds[kind].append(time_load(kind, checkpointer, checkpoint, warm))
+    answers.put({kind: times[1:] for kind, times in seconds.items()})
+
+
+def time_load(kind: str, checkpointer: Checkpointer, checkpoint: Path, warm: bool) -> Seconds:
+    """Return the time of a load."""
     with ExitStack() as stack:
-        for replaced, by in LOADS[name].items():
+        for replaced, by in LOADS[kind].items():
             stack.enter_context(patch(replaced, by))
-        for _ in range(1 + LOADS_PER_PROCESS):
-            if not warm:
-                drop_from_page_cache(checkpoint)
-            began = time.perf_counter(), time.process_time()
-            checkpointer.load(checkpoint)
-            seconds.append(Seconds(time.perf_counter() - began[0], time.process_time() - began[1]))
-    answers.put(seconds[1:])
+        if not warm:
+            drop_from_page_cache(checkpoint)
+        began = time.perf_counter(), time.process_time()
+        checkpointer.load(checkpoint)
+        return Seconds(time.perf_counter() - began[0], time.process_time() - began[1])
 
 
 def drop_from_page_cache(checkpoint: Path) -> None:
@@ -115,16 +126,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5, help="processes for each kind of load, with 3 loads each")
+    parser.add_argument("--rounds", type=int, default=5, help="processes for each kind of load, with 6 loads each")
     parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--wide", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    config = config_of(options.tiny)
+    config = config_of(*(TINY if options.tiny else WIDE if options.wide else NARROW))
     assert isinstance(config.workload, Training)
     job, parts, optimizer = build_training(TrainJob(config, config.workload, Mesh(0, 1, torch.device("cpu"))))
     seconds: dict[str, list[Seconds]] = {name: [] for name in LOADS}
     processes = multiprocessing.get_context("fork")  # this process starts no threads that they would miss
-    with TemporaryDirectory(dir=SHARED_MEMORY if options.warm and SHARED_MEMORY.is_dir() else None) as name:
+    with TemporaryDirectory() as name:
         folder = Path(name)
         with Checkpointer(folder, config, config.workload, None, job.mesh, parts, optimizer) as checkpointer:
             optimizer.init_state()
@@ -132,32 +144,40 @@ def main() -> int:
         (checkpoint,) = complete_checkpoints(folder / "checkpoints")
         size = sum(path.stat().st_size for path in checkpoint.iterdir())
         for _ in range(options.rounds):
-            for kind in LOADS:
+            for kinds in PROCESSES:
                 answers = processes.SimpleQueue()
-                arguments = (kind, checkpointer, checkpoint, options.warm, answers)
+                arguments = (kinds, checkpointer, checkpoint, options.warm, answers)
                 process = processes.Process(target=time_loads, args=arguments)
                 process.start()
-                seconds[kind] += answers.get()
+                for kind, times in answers.get().items():
+                    seconds[kind] += times
                 process.join()
     report = BenchReport(json=options.json)
     report.record("loads", {"bytes": size, "seconds": seconds})
-    header = ("load", "median s", "quartiles", "fastest", "CPU s", *(f"cost over {name}" for name in BASELINES))
+    header = ("load", "median s", "quartiles", "fastest", "CPU s", "over torch's reader")
     report.print_table(f"Load of a checkpoint of {size / 1e9:.3f} GB", header, [row(kind, seconds) for kind in LOADS])
+    print(f"\nCost of the hashes: {hash_cost(seconds['without hashes'], seconds['checked'])}")
     return 0
 
 
 def row(kind: str, seconds: dict[str, list[Seconds]]) -> tuple[str, ...]:
-    """Return the times of a kind of load, and what it costs over those that do less."""
+    """Return the times of a kind of load."""
     wall = sorted(time.wall for time in seconds[kind])
     low, middle, high = statistics.quantiles(wall, n=4)
-    costs = []
-    for baseline in BASELINES[: [*LOADS].index(kind)]:
-        others = [time.wall for time in seconds[baseline]]
-        median, fastest = middle / statistics.median(others) - 1, wall[0] / min(others) - 1
-        costs.append(f"{100 * median:+.0f} %, fastest {100 * fastest:+.0f} %")
-    costs += [""] * (len(BASELINES) - len(costs))
+    over_torch = middle / statistics.median(time.wall for time in seconds["torch's reader"]) - 1
     cpu = min(time.cpu for time in seconds[kind])
-    return (kind, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{wall[0]:.3f}", f"{cpu:.3f}", *costs)
+    return (
+        kind, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{wall[0]:.3f}", f"{cpu:.3f}", f"{100 * over_torch:+.0f} %"
+    )  # fmt: skip
+
+
+def hash_cost(unchecked: list[Seconds], checked: list[Seconds]) -> str:
+    """Describe what hashes cost, over pairs of neighbouring loads: the ranks of its 95 % interval follow a binomial."""
+    costs = sorted(100 * (load.wall / base.wall - 1) for base, load in zip(unchecked, checked, strict=True))
+    rank = max(0, int(len(costs) / 2 - 0.98 * len(costs) ** 0.5))
+    low, high = costs[rank], costs[-1 - rank]
+    fastest = 100 * (min(load.wall for load in checked) / min(load.wall for load in unchecked) - 1)
+    return f"{statistics.median(costs):+.1f} % ({low:+.1f} to {high:+.1f}), fastest loads {fastest:+.1f} %"
 
 
 if __name__ == "__main__":

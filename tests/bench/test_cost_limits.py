@@ -36,7 +36,8 @@ def test_five_gibibytes_of_log_are_read_in_a_minute(measured, shape):
     assert 10 * read["cpu_s"] < 60.0
 
 
-def test_checked_load_of_a_checkpoint_costs_at_most_five_percent(measured):
-    (loads,) = measured("checkpoint_load.py", "--warm", "--rounds", "3")["loads"]
+def test_checked_load_of_a_checkpoint_costs_little(measured):
+    (loads,) = measured("checkpoint_load.py", "--warm", "--wide", "--rounds", "3")["loads"]
     cpu_s = {kind: min(cpu for _, cpu in times) for kind, times in loads["seconds"].items()}
     assert cpu_s["checked"] < 1.05 * cpu_s["torch's reader"]
+    assert cpu_s["checked"] < 1.2 * cpu_s["without hashes"]

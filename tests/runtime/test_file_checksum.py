@@ -12,10 +12,9 @@ from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial, resume_point
 from llmb.runtime.checksums import file_stream
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums, find_damage
-from llmb.runtime.checksums.file_checksum import ALGORITHM, BLOCK_BYTES, InterleavedSums
+from llmb.runtime.checksums.file_checksum import ALGORITHM, HASHED_BYTES, BlockHashes
 from llmb.runtime.checksums.file_stream import file_checksum
 
-BUFFER_BYTES = InterleavedSums.buffer_bytes
 SECTOR_BYTES = 512
 
 
@@ -40,7 +39,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
 
 def test_flipped_bytes_of_a_large_file_are_found(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
-    changed = {len(content) - 1, BUFFER_BYTES - 1, BUFFER_BYTES, *random.Random(3).sample(range(len(content)), 17)}
+    changed = {len(content) - 1, HASHED_BYTES - 1, HASHED_BYTES, *random.Random(3).sample(range(len(content)), 17)}
     digests = {digest_of(path, content)}
     for offset in changed:
         flipped = bytearray(content)
@@ -49,7 +48,7 @@ def test_flipped_bytes_of_a_large_file_are_found(tmp_path: Path, content: bytes)
     assert len(digests) == 1 + len(changed)
 
 
-@pytest.mark.parametrize("size", [8, SECTOR_BYTES, 4096, 65536, 1 << 20, BLOCK_BYTES])
+@pytest.mark.parametrize("size", [8, SECTOR_BYTES, 4096, 65536, 1 << 20, HASHED_BYTES])
 @pytest.mark.parametrize("distance", [1, 2, 7])
 def test_blocks_that_changed_places_are_found(tmp_path: Path, content: bytes, size: int, distance: int) -> None:
     path = tmp_path / "file"
@@ -60,12 +59,11 @@ def test_blocks_that_changed_places_are_found(tmp_path: Path, content: bytes, si
 
 
 def test_any_two_sectors_of_a_block_that_changed_places_are_found(tmp_path: Path) -> None:
-    """Most sums of words at fixed distances miss sectors at a multiple of it."""
-    path, count = tmp_path / "file", BLOCK_BYTES // SECTOR_BYTES
-    block = random.Random(5).randbytes(BLOCK_BYTES)
+    path, count = tmp_path / "file", HASHED_BYTES // SECTOR_BYTES
+    block = random.Random(5).randbytes(HASHED_BYTES)
     whole = digest_of(path, block)
     first = block[:SECTOR_BYTES]
-    for offset in range(SECTOR_BYTES, BLOCK_BYTES, SECTOR_BYTES * (count // 128)):
+    for offset in range(SECTOR_BYTES, HASHED_BYTES, SECTOR_BYTES * (count // 128)):
         second = block[offset : offset + SECTOR_BYTES]
         swapped = second + block[SECTOR_BYTES:offset] + first + block[offset + SECTOR_BYTES :]
         assert digest_of(path, swapped) != whole, f"sector {offset // SECTOR_BYTES}"
@@ -73,45 +71,52 @@ def test_any_two_sectors_of_a_block_that_changed_places_are_found(tmp_path: Path
 
 @pytest.mark.parametrize("bit", [0, 31, 63])
 def test_words_of_one_bit_that_changed_blocks_are_found(tmp_path: Path, bit: int) -> None:
-    """The highest bit of a sum is changed by fewest multiplications."""
     digests = set()
     for block in range(8):
-        words = np.zeros(8 * BLOCK_BYTES // 8, dtype="<u8")
-        words[block * BLOCK_BYTES // 8] = 1 << bit
+        words = np.zeros(8 * HASHED_BYTES // 8, dtype="<u8")
+        words[block * HASHED_BYTES // 8] = 1 << bit
         digests.add(digest_of(tmp_path / "file", words.tobytes()))
     assert len(digests) == 8
 
 
 def test_missing_or_added_zeros_are_found(tmp_path: Path) -> None:
-    path, zeros = tmp_path / "file", bytes(BLOCK_BYTES)
-    sizes = (0, 1, 8, 9, BLOCK_BYTES - 1, BLOCK_BYTES)
+    path, zeros = tmp_path / "file", bytes(HASHED_BYTES)
+    sizes = (0, 1, 8, 9, HASHED_BYTES - 1, HASHED_BYTES)
     assert len({digest_of(path, zeros[:size]) for size in sizes}) == len(sizes)
 
 
 def test_checksum_does_not_depend_on_how_a_file_is_read(tmp_path: Path, content: bytes, monkeypatch) -> None:
+    """The system may read fewer bytes than it is asked for."""
     path = tmp_path / "file"
-    whole = digest_of(path, content)
-    monkeypatch.setattr(InterleavedSums, "buffer_bytes", BLOCK_BYTES)
+    whole, read = digest_of(path, content), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset: read(file, [views[0][:99_991]], offset))
     assert file_checksum(path, ALGORITHM) == (len(content), whole)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_checksum_does_not_depend_on_threads(tmp_path: Path, monkeypatch, threads: int) -> None:
-    path, whole = tmp_path / "file", random.Random(4).randbytes(2 * BLOCK_BYTES * 3 + 5)
+    path, whole = tmp_path / "file", random.Random(4).randbytes(2 * HASHED_BYTES * 3 + 5)
     path.write_bytes(whole)
-    monkeypatch.setattr(InterleavedSums, "buffer_bytes", BLOCK_BYTES)
     monkeypatch.setattr(file_stream, "BLOCKS_AT_ONCE", 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(threads))
-    sums = InterleavedSums()
-    for start in range(0, len(whole), BLOCK_BYTES):
-        block = whole[start : start + BLOCK_BYTES]
-        buffer = np.frombuffer(block.ljust(BLOCK_BYTES, b"\1"), dtype=np.uint8).copy()
-        sums.add(sums.sums(buffer, len(block)))
-    assert file_checksum(path, ALGORITHM) == sums.result()
+    hashes = BlockHashes()
+    for start in range(0, len(whole), HASHED_BYTES):
+        block = whole[start : start + HASHED_BYTES]
+        buffer = np.frombuffer(block.ljust(HASHED_BYTES, b"\1"), dtype=np.uint8).copy()
+        hashes.add(hashes.partial_result(buffer, len(block)))
+    assert file_checksum(path, ALGORITHM) == hashes.result()
 
 
-@pytest.mark.parametrize(("algorithm", "digest"), [("crc32", 0xBD0C92D4), ("word_sums", 0x9243AD03C105F195)])
-def test_checkpoint_of_an_older_version_is_checked(tmp_path: Path, content: bytes, algorithm: str, digest: int) -> None:
+DIGESTS = [
+    ("crc32", 0xBD0C92D4),
+    ("word_sums", 0x9243AD03C105F195),
+    ("interleaved_sums", 0xCD24884D9A9D5846),
+    ("xxh3_blocks", 0xD11004CF31452846),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "digest"), DIGESTS)
+def test_checkpoint_of_any_version_is_checked(tmp_path: Path, content: bytes, algorithm: str, digest: int) -> None:
     final = checkpoint_path(tmp_path, 2)
     file = create_partial(final) / "shard"
     file.write_bytes(content)
@@ -121,7 +126,7 @@ def test_checkpoint_of_an_older_version_is_checked(tmp_path: Path, content: byte
     assert find_damage(final) == "shard is not what was written: its checksum differs"
 
 
-@pytest.mark.parametrize("recorded", [{}, None, {"bytes": 3}, {"bytes": None, "interleaved_sums": 1}, {"crc32": 1}])
+@pytest.mark.parametrize("recorded", [{}, None, {"bytes": 3}, {"bytes": None, ALGORITHM: 1}, {"crc32": 1}])
 def test_file_without_a_checksum_is_damage(tmp_path: Path, recorded: object) -> None:
     final = checkpoint_path(tmp_path, 2)
     (create_partial(final) / "shard").write_bytes(b"abc")

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums
-from llmb.runtime.checksums.file_checksum import InterleavedSums
+from llmb.runtime.checksums.file_checksum import ALGORITHM, BlockHashes
 from llmb.runtime.checksums.file_stream import FileStream
 from llmb.train.checkpoint_reader import CheckpointReader
 from llmb.train.checkpoint_writer import CheckpointWriter
 from llmb.train.chunked_tensor import ChunkedTensor
 
-BUFFER_BYTES = InterleavedSums.buffer_bytes
+BUFFER_BYTES = BlockHashes.buffer_bytes
 SAVED = {
     "whole": torch.arange(BUFFER_BYTES // 4 * 6, dtype=torch.float32).reshape(64, -1),
     "scalar": torch.tensor(7.0),
@@ -115,7 +115,7 @@ def test_stream_goes_forward_only(tmp_path: Path) -> None:
     path, content = tmp_path / "file", random.Random(1).randbytes(2 * BUFFER_BYTES + 107)
     path.write_bytes(content)
     memory, following = torch.zeros(2, 100, dtype=torch.uint8).numpy()
-    with FileStream(path, "interleaved_sums") as stream:
+    with FileStream(path, ALGORITHM) as stream:
         stream.copy_to(BUFFER_BYTES - 50, memory)
         stream.read()
         assert memory.tobytes() == content[BUFFER_BYTES - 50 : BUFFER_BYTES + 50]

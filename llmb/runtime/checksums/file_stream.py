@@ -1,11 +1,11 @@
 """A file that is read once, from its beginning to its end: its bytes go where they are needed, and into its checksum.
 
-    with FileStream(path, "interleaved_sums") as stream:
+    with FileStream(path, "xxh3_blocks") as stream:
         stream.copy_to(offset, memory)      # offsets ascend; what lies between is read too
         stream.read()                       # now the bytes are there
         stream.checksum()                   # reads the rest
 
-Threads share the blocks. Each reads one, sums it and copies it while it is in the cache of its core, and none of the
+Threads share the blocks. Each reads one, hashes it and copies it while it is in the cache of its core, and none of the
 three holds the interpreter.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from llmb.runtime.checksums.file_checksum import ALGORITHMS, Bytes, FileChecksum
 
 THREADS = 4  # more do not read faster, and other ranks have theirs
-BLOCKS_AT_ONCE = 64  # whose sums are added together, in the order of the file
+BLOCKS_AT_ONCE = 64  # whose partial results are added together, in the order of the file
 
 
 class FileStream:
@@ -71,19 +71,19 @@ class FileStream:
             work = [
                 self._workers.submit(self._read, numbers[n::threads], buffer) for n, buffer in enumerate(self._buffers)
             ]
-            counts_and_sums = [worker.result() for worker in work]
+            blocks = [worker.result() for worker in work]
             for n in range(len(numbers)):
-                self._last, sums = counts_and_sums[n % threads][n // threads]
-                self._checksum.add(sums)
+                self._last, partial_result = blocks[n % threads][n // threads]
+                self._checksum.add(partial_result)
             self._blocks = numbers.stop
 
     def _read(self, numbers: range, buffer: Bytes) -> list[tuple[Bytes, Any]]:
-        """Read, sum and copy blocks through a buffer; return the part of it that each filled, and its sums."""
+        """Read, hash and copy blocks through a buffer; return its part that each filled, and their partial results."""
         blocks = []
         for number in numbers:
             start = number * self._block_bytes
             block = buffer[: self._fill(buffer, start)]
-            blocks.append((block, self._checksum.sums(buffer, len(block))))
+            blocks.append((block, self._checksum.partial_result(buffer, len(block))))
             self._copy(start, block)
         return blocks
 
