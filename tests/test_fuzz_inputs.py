@@ -273,6 +273,7 @@ COUNTS = {
 # Seeds that were once internal errors.
 CORRECTED = {
     "recipe": [1_001_419, 1_002_486, 1_007_378, 1_009_068, 1_025_399],
+    "bulk": [1_048_886, 1_050_547],
     "job_store": [1_002_924],
 }
 

@@ -23,7 +23,7 @@ from llmb.config.recipe import Recipe
 from llmb.config.run_list import MOST_RUNS, RunSelection, Task, split_target, tasks_for
 from llmb.config.serialization import build
 from llmb.errors import ConfigError
-from llmb.formats.yaml_file import load_yaml, text_content
+from llmb.formats.yaml_file import MOST_BITS, load_yaml, text_content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +164,8 @@ def _expand_line(
         listed = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
         valid = all(isinstance(d, str) for d in listed) and all(type(s) is int for s in scales)
         if not (isinstance(values, tuple) and valid and type(repeats) is int and type(profile) is bool):
+            raise ValueError
+        if any(number.bit_length() > MOST_BITS for number in (*scales, repeats)):
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ConfigError(f"{where}: expected {shape}, got {line[:60]!r}") from error

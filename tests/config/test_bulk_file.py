@@ -159,3 +159,9 @@ def _request(recipe, row):
     size, dtype = row.get("size"), row.get("dtype")
     if isinstance(size, str) and isinstance(dtype, str):
         yield RunRequest(size=size, dtype=dtype, gpus=128, gpu="gb200")
+
+
+@pytest.mark.parametrize("line", ["('fp8', [8], {n})", "('fp8', [{n}], 1)"])
+def test_number_in_the_text_format_that_python_does_not_print_is_refused(bulk, line):
+    with pytest.raises(ConfigError, match=r"runs\.txt line 2: expected"):
+        bulk("pretrain_llama3.1_70b:\n" + line.format(n="0x" + "f" * 5000), "runs.txt")

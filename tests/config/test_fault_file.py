@@ -57,6 +57,8 @@ def test_a_run_with_faults_says_so_and_may_restart() -> None:
         ("- {kind: hang}", "'step' is missing"),
         ("- {kind: hang, step: x}", "expected a whole number"),
         ("- hang", "expected a mapping"),
+        ("- {kind: hang, step: 3, slow_s: 2}", r"fault 1 \(hang\): slow_s is for slow_rank"),
+        (f"- {{kind: slow_rank, step: 3, slow_s: 1{'0' * 400}}}", "a whole number of more than 1024 bits"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

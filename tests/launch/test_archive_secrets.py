@@ -87,6 +87,11 @@ def test_secret_of_the_environment_is_never_packed(run, secret, at):
             assert not [s for line in secret.splitlines() if len(s := line) >= 6 and s.encode() in files[name]]
 
 
+def test_secret_that_is_part_of_the_name_of_a_needed_file_stops_no_archive(run, tmp_path):
+    files = content(write_archive([run], tmp_path / "a.tar.zst", {"SOME_KEY": "config"}).output)
+    assert any(path.endswith("/config.json") for path in files)
+
+
 def test_secret_named_in_one_file_is_scrubbed_from_another(run, tmp_path):
     value = "0123456789abcdef0123456789abcdef01234567"
     (run.path / "settings.txt").write_text(f"WANDB_API_KEY={value}\n")

@@ -360,6 +360,7 @@ def test_other_names_of_a_field_are_read_too() -> None:
     ("field", "value", "message"),
     [
         ("head_dim", [64], "head_dim: expected a whole number"),
+        ("head_dim", 10**400, "head_dim: .* must be at least 1 and at most"),
         ("num_hidden_layers", 2**31, "num_hidden_layers: 2147483648 must be at least 1 and at most 16,777,216"),
     ],
 )

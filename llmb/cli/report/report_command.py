@@ -56,7 +56,7 @@ def _runs_page(names: list[str], output: Path | None) -> tuple[Path, Path, str]:
         page = (output or folder.report_page).absolute()
         return page, page if output else folder.short_path_of(page), run_page(run_record(folder, page))
     page = (output or SEVERAL).absolute()
-    return page, page, several_page([run_record(folder, page) for folder in folders])
+    return page, page, several_page(run_record(folder, page) for folder in folders)
 
 
 def _sweep(name: str) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from llmb.config.faults.fault_plan import CHECKPOINT_KINDS, FAULT_KINDS, Fault, FaultInjection
 from llmb.config.serialization import build
@@ -35,8 +36,16 @@ def read_faults(path: Path) -> FaultInjection:
         raise ConfigError(f"{path}: expected {EXPECTED}")
     if len(content) > MOST_FAULTS:
         raise ConfigError(f"{path}: {len(content):,} faults; a run takes at most {MOST_FAULTS:,}")
-    faults = [build(Fault, item, f"{path}: fault {number}") for number, item in enumerate(content, start=1)]
+    faults = [_fault(item, f"{path}: fault {number}") for number, item in enumerate(content, start=1)]
     return FaultInjection(faults=_by_step(faults), source=path.name)
+
+
+def _fault(item: Any, where: str) -> Fault:
+    fault = build(Fault, item, where)
+    unused = [name for name in ("slow_s", "slow_steps") if name in item and fault.kind != "slow_rank"]
+    if unused:
+        raise ConfigError(f"{where} ({fault.kind}): {unused[0]} is for slow_rank")
+    return fault
 
 
 def draw_faults(config: RunConfig, rate: str, step_s: float | None) -> FaultInjection:

@@ -193,7 +193,7 @@ def _raise_unreadable(error: OSError) -> None:
 def _has_safe_name(path: Path, run: RunFolder, scrubber: Scrubber, left_out: list[str]) -> bool:
     """Return whether a file's name is printable and holds no secret."""
     name = path.relative_to(run.path).as_posix()
-    if name.isprintable() and scrubber.scrub(name) == name:
+    if name == CONFIG_FILE or (name.isprintable() and scrubber.scrub(name) == name):  # without it there is no run
         return True
     left_out.append(printable_path(path))
     return False

@@ -1,7 +1,9 @@
 """Page of several runs side by side: rates, step times or latencies, differing settings, and all figures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import accumulate
 from typing import Any
 
 from llmb.config.load_settings import LoadConfig
@@ -9,9 +11,10 @@ from llmb.config.serialization import to_plain
 from llmb.perfmodel.metrics import percentile
 from llmb.report.page.configuration_cards import flatten
 from llmb.report.page.html_blocks import charts_block, link, paragraphs, section, table
-from llmb.report.page.page_chart import COLOURS, Chart, axis, fill, plain, series, values
+from llmb.report.page.page_chart import COLOURS, Chart, axis, fill, plain, thinned_series, values
 from llmb.report.page.page_shell import page
 from llmb.report.page.run_record import RunRecord
+from llmb.report.page.thinning import Thinned, thin
 from llmb.report.page.training_charts import steps_by_rank
 from llmb.report.page.verdict_card import sentences
 from llmb.report.setting_text import settings
@@ -31,10 +34,26 @@ STATISTICS = ("p50", "p90", "p99")
 SKIPPED = ("samples", "latency_intervals_ms", "warnings", "overrides", "last_lines", "versions", "client")
 
 
-def several_page(records: Sequence[RunRecord]) -> str:
-    """Return the page of several runs; the first is what the others are compared with."""
+@dataclass(frozen=True)
+class _Steps:
+    """What charts show of the steps of a run."""
+
+    box: tuple[float | None, ...]  # ms per 1,000 tokens: smallest, quartiles, largest
+    losses: Thinned | None  # over the tokens seen
+
+
+def several_page(every_record: Iterable[RunRecord]) -> str:
+    """Return the page of several runs; the first is what the others are compared with.
+
+    The events of one run at a time are in memory: it may have a million steps.
+    """
+    records, steps = [], []
+    for record in every_record:
+        steps.append(_steps_of(record))
+        records.append(replace(record, events=()))
+        del record  # before the next one is read
     labels = _labels(records)
-    charts = [*_rate_charts(records, labels), *_latency_charts(records, labels), *_step_charts(records, labels)]
+    charts = [*_rate_charts(records, labels), *_latency_charts(records, labels), *_step_charts(steps, labels)]
     blocks = [
         f"<h1>{escape(', '.join(labels))}</h1>",
         f'<div class="verdict">{paragraphs(_verdict(records, labels))}</div>',
@@ -131,16 +150,25 @@ def _latency_charts(records: Sequence[RunRecord], labels: Sequence[str]) -> list
     return charts
 
 
-def _step_charts(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
+def _steps_of(record: RunRecord) -> _Steps:
+    by_rank = steps_by_rank(record)
+    steps = by_rank[min(by_rank)] if by_rank else []
+    times = [1000 * 1000 * s.seconds / s.tokens for s in steps if s.seconds and s.tokens and not s.warmup]
+    seen = list(accumulate(float(step.tokens or 0) for step in steps))
+    points = [(x, step.loss) for x, step in zip(seen, steps, strict=True) if step.loss is not None and x]
+    return _Steps(
+        box=tuple(percentile(times, q) for q in (0, 25, 50, 75, 100)) if times else (),
+        losses=thin([x for x, _ in points], [y for _, y in points]) if points else None,
+    )
+
+
+def _step_charts(every_run: Sequence[_Steps], labels: Sequence[str]) -> list[Chart]:
     """Return the time of a thousand tokens, as batches may differ, and the losses over the tokens seen."""
     boxes: list[dict[str, Any]] = []
     losses: list[dict[str, Any]] = []
-    for i, (record, label) in enumerate(zip(records, labels, strict=True)):
-        by_rank = steps_by_rank(record)
-        steps = by_rank[min(by_rank)] if by_rank else []
-        times = [1000 * 1000 * s.seconds / s.tokens for s in steps if s.seconds and s.tokens and not s.warmup]
-        if times:
-            low, q1, middle, q3, high = (values([percentile(times, q)]) for q in (0, 25, 50, 75, 100))
+    for i, (steps, label) in enumerate(zip(every_run, labels, strict=True)):
+        if steps.box:
+            low, q1, middle, q3, high = (values([time]) for time in steps.box)
             boxes.append(
                 {
                     "type": "box", "x": [plain(label)], "name": plain(label), "lowerfence": low, "q1": q1,
@@ -148,13 +176,8 @@ def _step_charts(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Ch
                     "marker": {"color": COLOURS[i % len(COLOURS)]},
                 }
             )  # fmt: skip
-        seen, tokens = [], 0
-        for step in steps:
-            tokens += step.tokens or 0
-            seen.append((float(tokens), step.loss))
-        points = [(x, y) for x, y in seen if y is not None and x]
-        if points:
-            losses += series(label, [x for x, _ in points], [y for _, y in points], i, dashed=True)
+        if steps.losses:
+            losses += thinned_series(label, steps.losses, i, dashed=True)
     charts = []
     if boxes:
         layout = {"yaxis": axis("ms"), "xaxis": {"type": "category"}, "hovermode": "closest"}
