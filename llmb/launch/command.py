@@ -94,9 +94,8 @@ def _check_native(config: RunConfig, in_container: bool) -> None:
     if not _is_runnable(ENGINES[kind]):
         present = ", ".join(k for k, module in ENGINES.items() if _is_runnable(module)) or "none"
         raise ConfigError(f"the native engine for {kind} is not part of this version; there is one for: {present}")
-    missing = next((package for package in ("torch", "xxhash") if find_spec(package) is None), None)
-    if not in_container and missing is not None:
-        raise ConfigError(f"the native engine needs {missing}, which is not installed: {engine_install_command()}")
+    if not in_container and find_spec("torch") is None:
+        raise ConfigError(f"the native engine needs torch, which is not installed: {engine_install_command()}")
 
 
 def engine_install_command() -> str:

@@ -50,7 +50,7 @@ def installed(monkeypatch):
 
 
 def test_one_process_per_gpu(config, run_folder, installed):
-    installed("llmb.train", "torch", "xxhash")
+    installed("llmb.train", "torch")
     assert engine_command(config, run_folder, "/py") == ["/py", "-m", "llmb.train", "config.json"]
     assert format_engine_command(config) == "python -m llmb.train config.json"
     eight = replace(config, machine=Machine(gpu="h100", gpus=8, gpus_per_node=8))
@@ -66,14 +66,11 @@ def test_missing_engine_is_refused(config, run_folder, installed):
             kv_fraction=0.5, num_requests=1,
         ),
     )  # fmt: skip
-    installed("llmb.train", "llmb.offload", "torch", "xxhash")
+    installed("llmb.train", "llmb.offload", "torch")
     with pytest.raises(
         ConfigError, match="for inference is not part of this version; there is one for: training, outofcore"
     ):
         engine_command(serving, run_folder, "/py")
-    installed("llmb.train", "torch")
-    with pytest.raises(ConfigError, match="needs xxhash, which is not installed: "):
-        engine_command(config, run_folder, "/py")
     installed("llmb.train")
     with pytest.raises(ConfigError, match=r"torch, which is not installed: .*-m pip install 'torch>="):
         engine_command(config, run_folder, "/py")
