@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from llmb.config.spec import Training
 from llmb.errors import ConfigError
 from llmb.runtime.checkpoint_folder import checkpoint_path, commit, create_partial, resume_point
+from llmb.runtime.checksums import file_checksum as file_checksum_module
 from llmb.runtime.checksums import file_stream
 from llmb.runtime.checksums.checkpoint_checksums import CheckpointCheck, checksums, find_damage
 from llmb.runtime.checksums.file_checksum import ALGORITHM, HASHED_BYTES, BlockHashes
@@ -124,6 +127,19 @@ def test_checkpoint_of_any_version_is_checked(tmp_path: Path, content: bytes, al
     assert find_damage(final) is None
     (final / "shard").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert find_damage(final) == "shard is not what was written: its checksum differs"
+
+
+def test_without_xxhash_checkpoints_have_sums_and_hashes_are_refused_by_name(tmp_path: Path, monkeypatch) -> None:
+    name = "from llmb.runtime.checksums.file_checksum import ALGORITHM; print(ALGORITHM)"
+    without = f"import sys; sys.modules['xxhash'] = None; {name}"
+    shown = [subprocess.check_output([sys.executable, "-c", code], text=True).strip() for code in (name, without)]
+    assert shown == ["xxh3_blocks", "interleaved_sums"]
+    final = checkpoint_path(tmp_path, 2)
+    (create_partial(final) / "shard").write_bytes(b"abc")
+    commit(final, {}, 1, checksums([final.with_name("step_2.partial") / "shard"]))
+    monkeypatch.setattr(file_checksum_module, "xxhash", None)
+    with pytest.raises(ConfigError, match="XXH3 checksums: pip install xxhash"):
+        find_damage(final)
 
 
 @pytest.mark.parametrize("recorded", [{}, None, {"bytes": 3}, {"bytes": None, ALGORITHM: 1}, {"crc32": 1}])

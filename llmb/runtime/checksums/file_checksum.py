@@ -6,7 +6,8 @@
 
 It misses one of 2^64 changes, whichever: it is for errors of a disk or a transfer, not for attacks. XXH3 takes little
 longer than the reading of the bytes from a cache, and does not hold the interpreter (`bench/checkpoint_load.py`).
-Checkpoints of older versions have other checksums, which are checked all the same.
+Checkpoints of older versions have other checksums, which are checked all the same. Where the package xxhash is not
+installed, checkpoints are written with the newest of these, which need numpy alone.
 """
 
 import zlib
@@ -14,7 +15,13 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import xxhash
+
+from llmb.errors import ConfigError
+
+try:
+    import xxhash
+except ImportError:  # the engine runs from its source folder, in an environment that it was not installed into
+    xxhash = None  # type: ignore[assignment]
 
 HASHED_BYTES = 1 << 21  # a block: fits a cache, and threads do not wait for the interpreter often
 
@@ -56,6 +63,8 @@ class BlockHashes:
     buffer_bytes = HASHED_BYTES
 
     def __init__(self) -> None:
+        if xxhash is None:
+            raise ConfigError("the files of this checkpoint have XXH3 checksums: pip install xxhash, then resume")
         self._hashes, self._size = xxhash.xxh3_64(), 0
 
     def partial_result(self, buffer: Bytes, count: int) -> tuple[int, bytes]:
@@ -71,7 +80,7 @@ class BlockHashes:
 
 
 class InterleavedSums:
-    """2,053 sums of words, where word i of a block adds to sum i mod 2,053, as checkpoints of older versions have them.
+    """2,053 sums of words, where word i of a block adds to sum i mod 2,053.
 
     A block is 2,053 sectors of 512 bytes: that is a prime, so of any two sectors that change places the words change
     sums. All sums are multiplied from block to block, so blocks have an order.
@@ -143,10 +152,10 @@ class Crc32:
         return FileChecksum(self._size, self._crc)
 
 
-ALGORITHM = "xxh3_blocks"  # of the checkpoints that are written
 ALGORITHMS: dict[str, type[Checksum]] = {  # by their name in checkpoint.json
-    ALGORITHM: BlockHashes, "interleaved_sums": InterleavedSums, "word_sums": WordSums, "crc32": Crc32,
+    "xxh3_blocks": BlockHashes, "interleaved_sums": InterleavedSums, "word_sums": WordSums, "crc32": Crc32,
 }  # fmt: skip
+ALGORITHM = "interleaved_sums" if xxhash is None else "xxh3_blocks"  # of the checkpoints that are written
 
 
 def _words(buffer: Bytes, count: int, unit: int) -> Words:
