@@ -130,10 +130,13 @@ def test_checkpoint_of_any_version_is_checked(tmp_path: Path, content: bytes, al
 
 
 def test_without_xxhash_checkpoints_have_sums_and_hashes_are_refused_by_name(tmp_path: Path, monkeypatch) -> None:
-    name = "from llmb.runtime.checksums.file_checksum import ALGORITHM; print(ALGORITHM)"
-    without = f"import sys; sys.modules['xxhash'] = None; {name}"
-    shown = [subprocess.check_output([sys.executable, "-c", code], text=True).strip() for code in (name, without)]
-    assert shown == ["xxh3_blocks", "interleaved_sums"]
+    code = "from llmb.runtime.checksums.file_checksum import ALGORITHM; print(ALGORITHM)"
+    without_xxhash = f"import sys; sys.modules['xxhash'] = None; {code}"
+    algorithms = [
+        subprocess.check_output([sys.executable, "-c", program], text=True).strip()
+        for program in (code, without_xxhash)
+    ]
+    assert algorithms == ["xxh3_blocks", "interleaved_sums"]
     final = checkpoint_path(tmp_path, 2)
     (create_partial(final) / "shard").write_bytes(b"abc")
     commit(final, {}, 1, checksums([final.with_name("step_2.partial") / "shard"]))

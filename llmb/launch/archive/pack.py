@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from tempfile import SpooledTemporaryFile
+from tempfile import TemporaryFile
 
 from llmb.config.serialization import create_new, temporary_path, to_json
 from llmb.errors import ConfigError, LaunchError
@@ -36,7 +36,6 @@ EXCLUDED_FILES = (
     "*.tar", "*.tar.*", "*.tgz", "*.gz", "*.zst", "*.xz", "*.bz2", "*.zip",  # cannot be searched for secrets
     "core", "core.[0-9]*", ".*", "pid",  # core dumps, temporary files, processes of this machine
 )  # fmt: skip
-SPOOL_BYTES = 64 * 2**20  # of one scrubbed file, beyond which it is spooled to disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,7 @@ def _add(
     tar: tarfile.TarFile, path: Path, archive_path: str, scrubber: Scrubber, progress: ByteProgress
 ) -> ArchivedFile:
     """Pack one file without its secrets; return its manifest entry."""
-    with SpooledTemporaryFile(SPOOL_BYTES) as scrubbed:
+    with TemporaryFile() as scrubbed:
         digest = hashlib.sha256()
         for chunk in read_chunks(path):
             clean = scrubber.scrub_chunk(chunk, path.suffix)
