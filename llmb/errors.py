@@ -43,6 +43,13 @@ class UnknownName(ConfigError):
 
 
 class LaunchError(LlmbError):
-    """System failure: a process did not start, the disk is full, a file disappeared."""
+    """System failure: a process did not start, the disk is full, a file disappeared.
+
+    `failed_rank`: the rank that failed, where another one raises the error too; none: the one that raises it.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, failed_rank: int | None = None):
+        super().__init__(message)
+        self.failed_rank = failed_rank

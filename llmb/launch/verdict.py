@@ -171,15 +171,19 @@ def _lost_peer(end: RunEnded) -> bool:
 def _reported(cause: RunEnded, ends: Sequence[RunEnded]) -> Verdict:
     """Return the verdict that the cause reported.
 
-    The same error on several ranks blames none; divergence is global, and a refusal would be the same on every rank.
+    The same error on several ranks blames none, unless all name the one that failed; divergence is global, and a
+    refusal would be the same on every rank.
     """
     only_rank = len(ends) == 1 and cause.rank == 0
     is_refusal = cause.status == "failed" and cause.failed_rank is None
     if only_rank or cause.status == "diverged" or is_refusal:
         return Verdict(cause.status, cause.reason, cause.failed_rank)
-    if sum((end.status, end.reason) == (cause.status, cause.reason) for end in ends) > 1:
+    alike = [end for end in ends if (end.status, end.reason) == (cause.status, cause.reason)]
+    failed = {end.rank if end.failed_rank is None else end.failed_rank for end in alike}
+    if len(failed) > 1:
         return Verdict(cause.status, cause.reason)
-    return Verdict(cause.status, f"rank {cause.rank}: {cause.reason}", cause.rank)
+    (rank,) = failed
+    return Verdict(cause.status, f"rank {rank}: {cause.reason}", rank)
 
 
 def _lost_rank(silent: list[int], victim: RunEnded) -> Verdict:

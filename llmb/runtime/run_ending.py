@@ -18,7 +18,7 @@ import traceback
 from dataclasses import dataclass
 
 from llmb.config.spec import Status
-from llmb.errors import ConfigError, LlmbError
+from llmb.errors import ConfigError, LaunchError, LlmbError
 
 
 class Diverged(Exception):
@@ -50,6 +50,8 @@ def ending_of(error: Exception | None, rank: int = 0) -> RankEnding:
             return RankEnding("ok", None, 0)
         case ConfigError():
             return RankEnding("failed", str(error), error.exit_code)
+        case LaunchError(failed_rank=int(culprit)):
+            return RankEnding("failed", str(error), error.exit_code, culprit)
         case LlmbError():
             return RankEnding("failed", str(error), error.exit_code, rank)
         case OutOfMemory():

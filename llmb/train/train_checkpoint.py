@@ -49,6 +49,14 @@ SCALES = "scales."  # prefix of fp8 scaling history by tensor: optional on both 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended with one process
 
 
+class RanksFailed(Exception):
+    """Reasons of the ranks that failed, by rank, which all ranks raise."""
+
+    def __init__(self, failures: dict[int, str]):
+        super().__init__(next(iter(failures.values())))
+        self.failures = failures
+
+
 class Checkpointer:
     """Reader and writer of checkpoints: `load` before the first step, `after_step` each step; exit waits for writes."""
 
@@ -177,7 +185,7 @@ class Checkpointer:
                 checkpoint_folder.commit(final, self._identity, FORMAT, files)
         except FAILURES as error:
             checkpoint_folder.discard_partial(final)
-            raise LaunchError(f"cannot write checkpoint {final}: {_reason(error)}") from error
+            raise LaunchError(f"cannot write checkpoint {final}: {_reason(error)}", _only_failed_rank(error)) from error
 
     def _checksums(self, step: int, partial: Path) -> FileChecksums:
         """Return the checksums of the files of all ranks; each reads its own, which it has just written.
@@ -196,12 +204,11 @@ class Checkpointer:
             files = checksums(written)
         except OSError as error:
             failure = error
-        merged: FileChecksums = {}
-        for rank_files, reason in self._gather((files, None if failure is None else _reason(failure))):
-            if reason is not None:
-                raise OSError(reason) from failure
-            merged |= rank_files
-        return merged
+        results = self._gather((files, None if failure is None else _reason(failure)))
+        failures = {rank: reason for rank, (_, reason) in enumerate(results) if reason is not None}
+        if failures:
+            raise RanksFailed(failures) from failure
+        return {name: checksum for rank_files, _ in results for name, checksum in rank_files.items()}
 
 
 def state_tensors(model_parts: Sequence[Network], optimizer: Optimizer) -> dict[str, Tensor]:
@@ -242,8 +249,15 @@ def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor]
             raise ConfigError(f"resume: {path}: {name} is {saved_type} in the checkpoint and {run_type} in this run")
 
 
+def _only_failed_rank(error: BaseException) -> int | None:
+    """Return the rank that failed where all know of it; none if several did, or nobody else knows."""
+    if isinstance(error, (dcp.CheckpointException, RanksFailed)) and len(error.failures) == 1:
+        return next(iter(error.failures))
+    return None
+
+
 def _reason(error: BaseException) -> str:
-    """Return the reason in one line: the error of the first failed rank where torch gathered them."""
+    """Return the reason in one line: the error of the first failed rank where they are gathered."""
     if isinstance(error, dcp.CheckpointException):
         return _reason(error.failures[min(error.failures)][0])
     return checkpoint_folder.root_cause(error)

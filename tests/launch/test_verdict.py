@@ -74,6 +74,18 @@ def test_same_error_on_every_rank_is_reported_once():
     assert finished_run_verdict(1, ends, "") == ("failed", "tp=3 does not fit", None)
 
 
+@pytest.mark.parametrize("ends", [(0, 1), (1,)])
+def test_rank_that_others_name_is_blamed_even_if_it_wrote_no_end(ends):
+    full = "cannot write checkpoint step_3: No space left on device"
+    events = [RunEnded(rank=rank, time=9.0 - rank, status="failed", reason=full, failed_rank=0) for rank in ends]
+    assert finished_run_verdict(2, events, "") == ("failed", f"rank 0: {full}", 0)
+
+
+def test_full_disk_of_several_ranks_blames_none():
+    events = [RunEnded(rank=rank, time=9.0, status="failed", reason="disk full", failed_rank=rank) for rank in (0, 1)]
+    assert finished_run_verdict(2, events, "") == ("failed", "disk full", None)
+
+
 def test_refusal_that_another_rank_finds_first():
     refusal = RunEnded(rank=7, time=1.0, status="failed", reason="lr_decay_steps=10: must be more")
     expected = ("failed", "lr_decay_steps=10: must be more", None)

@@ -110,7 +110,7 @@ def test_disk_that_is_full_on_one_rank_is_the_reason_of_all(tmp_path: Path, monk
     plan = FaultInjection(faults=(Fault(kind="disk_full", step=3, rank=0),), source="one.yaml")
     _, result, _ = run(with_faults(small_run(steps=4), plan), tmp_path)
     (fault,) = result.goodput.faults
-    assert fault.reason.startswith("cannot write checkpoint ")
+    assert fault.reason.startswith("rank 0: cannot write checkpoint ")
     assert fault.reason.endswith("No space left on device")
 
 
