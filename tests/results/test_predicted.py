@@ -152,6 +152,10 @@ def test_cuda_graphs_that_the_engine_cannot_capture_have_a_predicted_cost(recipe
 def test_a_rank_that_runs_alone_is_predicted_without_its_peers(recipes):
     whole = RunRequest(size="70b", dtype="fp8", gpus=64, gpu="h100")
     here = OneRankRequest(rank=0, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8))
-    alone = predict_run(resolve(recipes["pretrain_llama3.1"], replace(whole, one_rank=here)))
+    config = with_prediction(resolve(recipes["pretrain_llama3.1"], replace(whole, one_rank=here)))
+    alone = config.predicted
+    line = predicted_lines(config)[0]
+    assert line.startswith("predicted step time of one rank: ")
+    assert "tokens/s" not in line  # as if all ranks had run
     assert alone.terms.keys().isdisjoint({"tp", "pp", "dp", "bubble", "jitter"})
     assert alone.value < predict_run(resolve(recipes["pretrain_llama3.1"], whole)).value

@@ -46,14 +46,14 @@ def _speedup_line(config: RunConfig) -> list[str]:
 def _time_line(config: RunConfig) -> str:
     p = config.predicted
     assert p is not None
-    title, unit = TITLES[p.metric], UNITS[p.metric]
+    title, unit = TITLES[p.metric] + (" of one rank" if config.one_rank else ""), UNITS[p.metric]
     if p.value is None:
         return f"{title}: unknown ({p.note})"
     interval = ""
     if p.interval_80 is not None:
         interval = f" (80 % interval {number(p.interval_80[0])} to {number(p.interval_80[1])})"
-    rate = ""
-    if not isinstance(config.workload, Inference) and config.workload.gbs is not None:
+    rate = ""  # one rank computes the step of no whole batch
+    if not isinstance(config.workload, Inference) and config.workload.gbs is not None and not config.one_rank:
         rate = f", {tokens_per_s(config.workload.seqlen, config.workload.gbs, p.value):,.0f} tokens/s"
     return f"{title}: {number(p.value)} {unit}{interval}{rate}; by {p.source}"
 
