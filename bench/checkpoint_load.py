@@ -94,14 +94,14 @@ def time_loads(
     checkpointer: Checkpointer,
     checkpoint: Path,
     warm: bool,
-    answers: "SimpleQueue[dict[str, list[Seconds]]]",
+    queue: "SimpleQueue[dict[str, list[Seconds]]]",
 ) -> None:
-    """Answer the times of loads, after one of each kind that allocates what stays."""
+    """Put the times of loads into the queue, after one of each kind that allocates what stays."""
     seconds: dict[str, list[Seconds]] = {kind: [] for kind in kinds}
     for number in range(1 + LOADS_PER_PROCESS):
         for kind in kinds if number % 2 else reversed(kinds):
             seconds[kind].append(time_load(kind, checkpointer, checkpoint, warm))
-    answers.put({kind: times[1:] for kind, times in seconds.items()})
+    queue.put({kind: times[1:] for kind, times in seconds.items()})
 
 
 def time_load(kind: str, checkpointer: Checkpointer, checkpoint: Path, warm: bool) -> Seconds:
@@ -145,11 +145,11 @@ def main() -> int:
         size = sum(path.stat().st_size for path in checkpoint.iterdir())
         for _ in range(options.rounds):
             for kinds in PROCESSES:
-                answers = processes.SimpleQueue()
-                arguments = (kinds, checkpointer, checkpoint, options.warm, answers)
+                queue = processes.SimpleQueue()
+                arguments = (kinds, checkpointer, checkpoint, options.warm, queue)
                 process = processes.Process(target=time_loads, args=arguments)
                 process.start()
-                for kind, times in answers.get().items():
+                for kind, times in queue.get().items():
                     seconds[kind] += times
                 process.join()
     report = BenchReport(json=options.json)

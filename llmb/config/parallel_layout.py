@@ -104,31 +104,22 @@ def _check_tensors(p: Parallel, model: Model, replicate_kv: bool = False) -> Non
             )
 
 
-def tensor_splits(model: Model) -> list[int]:
-    """Return every tp that any engine can have: of whole query heads and MLP channels, and of KV heads or replicas."""
-    return [tp for tp in divisors(model.heads) if _splits_kv(model, tp) and not _mlp_channels(model) % tp]
-
-
 def check_tensor_split(model: Model, tp: int) -> None:
     """Refuse a tp that no engine can have, and name those that are possible."""
-    possible = tensor_splits(model)
-    if tp in possible:
-        return
-    undivided = f"{model.heads} attention heads"
-    if model.heads % tp == 0:
-        undivided = f"{_mlp_channels(model)} channels of the MLP"
-        if not _splits_kv(model, tp):
-            undivided = f"{model.kv_heads} key and value heads, nor is it a multiple of them"
-    raise ConfigError(f"tp {tp} does not divide {undivided}; possible: {possible}")
+    if undivided := _undivided(model, tp):
+        possible = [other for other in divisors(model.heads) if _undivided(model, other) is None]
+        raise ConfigError(f"tp {tp} does not divide {undivided}; possible: {possible}")
 
 
-def _splits_kv(model: Model, tp: int) -> bool:
-    """Return whether ranks hold whole KV heads, each its own or one of several that hold the same; MLA has none."""
-    return model.mla is not None or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
-
-
-def _mlp_channels(model: Model) -> int:
-    return model.ffn if model.blocks.get("mlp") else 0
+def _undivided(model: Model, tp: int) -> str | None:
+    """Return what tp does not divide: query heads, KV heads (of which ranks may hold the same) or MLP channels."""
+    if model.heads % tp:
+        return f"{model.heads} attention heads"
+    if model.mla is None and model.kv_heads % tp and tp % model.kv_heads:
+        return f"{model.kv_heads} key and value heads, nor is it a multiple of them"
+    if model.ffn % tp and model.blocks.get("mlp"):
+        return f"{model.ffn} channels of the MLP"
+    return None
 
 
 def check_has_experts(p: Parallel, model: Model) -> None:

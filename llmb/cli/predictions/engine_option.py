@@ -4,7 +4,11 @@ import argparse
 from collections.abc import Callable
 
 from llmb.errors import ConfigError
-from llmb.perfmodel.step_time.run_description import NATIVE
+
+ENGINE_HELP = (
+    "--model: megatron-bridge (default), native, torchtitan, ...; to serve vllm (default), sglang, trtllm, native. "
+    "-w: the engine that published the row; to serve native"
+)
 
 
 def settings_with_engine(options: argparse.Namespace) -> list[str]:
@@ -12,7 +16,7 @@ def settings_with_engine(options: argparse.Namespace) -> list[str]:
     settings: list[str] = options.set
     if options.engine is None:
         return settings
-    if any(text.startswith("engine=") for text in settings):
+    if _names_engine(settings):
         raise ConfigError("--engine and --set engine= both name the engine; leave one of them out")
     return [*settings, f"engine={options.engine}"]
 
@@ -25,7 +29,9 @@ def other_engine_note(
     `show --model` and `submit --model` run that one, so the same model would get two figures without a word. None: the
     command names an engine, or a recipe row, whose engine is the one that published it.
     """
-    is_named = options.engine is not None or any(text.startswith("engine=") for text in options.set)
+    from llmb.perfmodel.step_time.run_description import NATIVE
+
+    is_named = options.engine is not None or _names_engine(options.set)
     if options.model is None or is_named or engine == NATIVE:
         return None
     try:
@@ -35,6 +41,10 @@ def other_engine_note(
     return (
         f"engine {engine}, as none is named; `show` and `submit --model` run engine {NATIVE} (--engine {NATIVE}){time}"
     )
+
+
+def _names_engine(settings: list[str]) -> bool:
+    return any(text.startswith("engine=") for text in settings)
 
 
 def print_note(note: str | None) -> None:

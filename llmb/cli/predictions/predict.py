@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmb.cli.explain.cost_options import add_cost_options, check_prices, cost_of, energy_of
+from llmb.cli.predictions.engine_option import ENGINE_HELP
 from llmb.cli.run_options import complete_with
 from llmb.cli.subcommand import command
 
@@ -56,11 +57,7 @@ def add_commands(commands: Any) -> None:
     )
     add("--what-if", metavar="CHANGES", help="changed hardware: gpu.hbm_bw=2x,gpu.flops=2x,gpu.nvlink=2x,network=0.5x")
     add("--json", action="store_true", help="as JSON: step_time_s or ttft_ms and tpot_ms, interval_80, terms, ...")
-    add(
-        "--engine",
-        help="--model: megatron-bridge (default), native, torchtitan, ...; to serve vllm (default), sglang, trtllm, "
-        "native. -w: the engine that published the row; to serve native",
-    )
+    add("--engine", help=ENGINE_HELP)
     add("--isl", type=int, metavar="N", help="serve: input tokens of a request")
     add("--osl", type=int, metavar="N", help="serve: output tokens of a request")
     add("--concurrency", metavar="N", help="serve: clients, each with one request at a time: 64, 1,4,16 or 1..1024")

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from llmb.cli.predictions.engine_option import ENGINE_HELP
 from llmb.cli.run_options import complete_with, load_recipes
 from llmb.cli.subcommand import command
 
@@ -35,11 +36,7 @@ def add_commands(commands: Any) -> None:
     fixed = "fix a searched dimension (tp pp vp cp ep etp fsdp mbs recompute_layers offload_layers), or set gbs, seqlen"
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help=f"{fixed}, engine, ...; repeatable")
     add("--slo", metavar="LIMITS", help="serve: limits of the predicted means, such as ttft=500ms,tpot=50ms,e2e=10s")
-    add(
-        "--engine",
-        help="--model: megatron-bridge (default), native, torchtitan, ...; to serve vllm (default), sglang, trtllm, "
-        "native. -w: the engine that published the row; to serve native",
-    )
+    add("--engine", help=ENGINE_HELP)
     add("--isl", type=int, metavar="N", help="serve: input tokens of a request")
     add("--osl", type=int, metavar="N", help="serve: output tokens of a request")
     add("--top", type=int, default=3, metavar="N", help="list the N fastest besides the Pareto set; default 3")

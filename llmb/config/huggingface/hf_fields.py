@@ -59,6 +59,13 @@ def required(config: HfConfig, field: str) -> Any:
     return config[field]
 
 
+def head_dim_of(config: HfConfig) -> int:
+    """Return the channels of an attention head: of all heads the hidden size, where config.json does not say."""
+    if config.get("head_dim"):
+        return positive_int(config, "head_dim")
+    return positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads")
+
+
 def positive_int(config: HfConfig, field: str) -> int:
     """Return a field that must be a positive integer."""
     number = convert(int, required(config, field), f"config.json.{field}")

@@ -17,6 +17,7 @@ from llmb.config.huggingface.hf_fields import (
     HfConfig,
     check_supported,
     from_hf,
+    head_dim_of,
     positive_int,
     read_activation,
     required,
@@ -85,10 +86,7 @@ class LlamaLike:
         rope = self._read_rope(config, "full_attention" if self.has_local_rope else "")
         pattern, window = self._read_layers(config)
         has_bias = bool(config.get("attention_bias")) and self.optional_bias
-        if config.get("head_dim"):
-            head_dim = positive_int(config, "head_dim")
-        else:
-            head_dim = positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads")
+        head_dim = head_dim_of(config)
         _check_rotated_channels(rope, head_dim)
         fields = from_hf(config, SIZE_FIELDS) | {
             "architecture": self.architecture,

@@ -9,6 +9,7 @@ from llmb.config.huggingface.hf_fields import (
     HfConfig,
     check_supported,
     from_hf,
+    head_dim_of,
     positive_int,
     required,
     to_hf,
@@ -106,10 +107,7 @@ def to_gpt_oss(model: Model) -> HfConfig:
 
 def from_gpt_oss(config: HfConfig) -> dict[str, Any]:
     check_supported(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"})
-    if config.get("head_dim", 64):
-        head_dim = positive_int({"head_dim": 64} | config, "head_dim")
-    else:
-        head_dim = positive_int(config, "hidden_size") // positive_int(config, "num_attention_heads")
+    head_dim = head_dim_of({"head_dim": 64} | config)
     rope, factor = _yarn(config)
     layers = positive_int(config, "num_hidden_layers")
     alternating = (["sliding_attention", "full_attention"] * layers)[:layers]

@@ -140,7 +140,7 @@ def explain_training(
 def _too_much_memory(setup: StepSetup, memory_gib: float) -> tuple[str, ...]:
     """Return that a layout does not fit, by an estimate that is no proof."""
     capacity = setup.gpu_memory_bytes
-    if capacity is None or memory_gib * GIB <= capacity:
+    if capacity is None or setup.fits(memory_gib):
         return ()
     return (
         f"the layout does not fit as described: memory estimate {memory_gib:,.0f} of {capacity / GIB:.0f} GiB; state "

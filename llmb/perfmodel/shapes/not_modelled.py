@@ -60,9 +60,8 @@ def check_modelled(config: dict[str, Any], path: Path) -> None:
             raise ConfigError(f"{path}: layer_types: {kind} of model_type {model_type} is not modelled")
     if "shared" in convert(tuple[str, ...], config.get("indexer_types") or (), "config.json: indexer_types"):
         raise ConfigError(f"{path}: indexer_types: an indexer of several layers is not modelled")
-    if 0 in convert(
-        tuple[int, ...], config.get("attn_type_list") or (), "config.json: attn_type_list"
-    ):  # 1: softmax, in a MiniMax-M2 in all layers
+    # 1 is softmax: all layers of a MiniMax-M2.
+    if 0 in convert(tuple[int, ...], config.get("attn_type_list") or (), "config.json: attn_type_list"):
         raise ConfigError(f"{path}: attn_type_list (linear attention) is not modelled, so nothing is predicted")
     if model_type in NOT_MODELLED_TYPES:
         block = NOT_MODELLED_TYPES[model_type]

@@ -11,7 +11,7 @@ from llmb.config.native.predicted_blocks import check_native_blocks
 from llmb.config.parallel_layout import check_tensor_split, divisors
 from llmb.config.spec import OutOfCore, Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
-from llmb.perfmodel.hardware import gpu
+from llmb.perfmodel.hardware import GIB, gpu
 from llmb.perfmodel.offload.machine_rates import Rates as MachineRates
 from llmb.perfmodel.shapes.model_catalog import ModelShape, run_shape
 from llmb.perfmodel.step_time.native_formats import NativeFormats, native_formats
@@ -121,6 +121,10 @@ class StepSetup:
     def gpu_memory_bytes(self) -> float | None:
         """Memory of one GPU; None: neither listed nor measured."""
         return gpu(self.gpu).memory_bytes or (self.rates.device_memory_bytes if self.rates else None)
+
+    def fits(self, memory_gib: float) -> bool:
+        """Return whether one GPU has this memory; of unknown memory any fits."""
+        return self.gpu_memory_bytes is None or memory_gib * GIB <= self.gpu_memory_bytes
 
     @property
     def dp(self) -> int:

@@ -56,7 +56,7 @@ def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -
     low, high = p.interval_80
     capacity = setup.gpu_memory_bytes
     limit = f" of {capacity / GIB:.0f} GiB" if capacity else " GiB"
-    if not _fits(setup, p):
+    if not setup.fits(p.memory_gib):
         limit += ": does not fit; `llmb-run tune` finds layouts that do, or the GPUs they take"
     mfu = "" if p.mfu is None else f" MFU {100 * p.mfu:.1f} %,"
     lines = [
@@ -86,7 +86,7 @@ def describe_curve(points: Sequence[tuple[StepSetup, StepPrediction]], costs: Se
         "largest exposed term",
     )
     first = points[0][0]
-    crowded = [f"{setup.gpus}" for setup, p in points if not _fits(setup, p)]
+    crowded = [f"{setup.gpus}" for setup, p in points if not setup.fits(p.memory_gib)]
     note = f"does not fit in the memory of a GPU at {', '.join(crowded)} GPUs" if crowded else ""
     return "\n".join([
         f"{first.shape.model.name}, {first.dtype}, {first.gpu}, {_layout(first)}, seqlen {first.seqlen}, "
@@ -95,11 +95,6 @@ def describe_curve(points: Sequence[tuple[StepSetup, StepPrediction]], costs: Se
         render(*with_costs(header, [_curve_row(setup, p) for setup, p in points], costs)),
         *(["", note] if note else []),
     ])  # fmt: skip
-
-
-def _fits(setup: StepSetup, p: StepPrediction) -> bool:
-    """Return whether the estimated memory is that of the GPU at most; of unknown memory any is."""
-    return setup.gpu_memory_bytes is None or p.memory_gib * GIB <= setup.gpu_memory_bytes
 
 
 def _curve_row(setup: StepSetup, p: StepPrediction) -> tuple[str, ...]:
