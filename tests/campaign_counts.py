@@ -4,12 +4,20 @@ A test counts its cases by the fixture `campaign`. Each entry is of the test's l
 """
 
 import json
+import os
 import subprocess
+from collections.abc import Mapping
 from datetime import date
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+
+def counts_file(environment: Mapping[str, str]) -> Path | None:
+    """Return the file that this process records in, if any: workers of xdist send their reports to one that does."""
+    path = environment.get("LLMB_CAMPAIGN_COUNTS")
+    return Path(path) if path and "PYTEST_XDIST_WORKER" not in environment else None
 
 
 def record_campaigns(path: Path, report: pytest.TestReport) -> None:
@@ -20,7 +28,9 @@ def record_campaigns(path: Path, report: pytest.TestReport) -> None:
             counts.setdefault(name.removeprefix("campaign "), {})[report.nodeid] = {
                 "cases": cases, "passed": report.passed, "date": date.today().isoformat(), "commit": _commit(),
             }  # fmt: skip
-            path.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n")
+            written = path.with_suffix(".new")  # renamed whole: an interrupted run leaves the former counts
+            written.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n")
+            os.replace(written, path)
 
 
 @cache

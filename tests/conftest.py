@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from campaign_counts import record_campaigns
+from campaign_counts import counts_file, record_campaigns
 from hypothesis import settings
 
 from llmb.config.overrides import SELECTOR_VARIABLES, VARIABLES
@@ -85,8 +85,9 @@ def campaign(record_property):
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and not report.skipped and "LLMB_CAMPAIGN_COUNTS" in os.environ:
-        record_campaigns(Path(os.environ["LLMB_CAMPAIGN_COUNTS"]), report)
+    path = counts_file(os.environ)
+    if path is not None and report.when == "call" and not report.skipped:
+        record_campaigns(path, report)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from campaign_counts import record_campaigns
+from campaign_counts import counts_file, record_campaigns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 campaigns = import_module("campaigns")
@@ -30,6 +30,13 @@ def test_the_last_run_of_each_test_counts(tmp_path):
     counts = json.loads(path.read_text())
     assert list(counts) == ["kills"]
     assert campaigns.table(counts).splitlines()[2].startswith("| kills | 1,008 | 8 | `test_a.py` | 20")
+
+
+def test_one_process_records_the_reports_of_all_workers():
+    recording = {"LLMB_CAMPAIGN_COUNTS": "counts.json"}
+    assert counts_file({}) is None
+    assert counts_file(recording) == Path("counts.json")
+    assert counts_file(recording | {"PYTEST_XDIST_WORKER": "gw1"}) is None
 
 
 @pytest.mark.skipif("LLMB_CAMPAIGN_COUNTS" in os.environ, reason="counts are being recorded; the table is written last")
