@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.perfmodel.offload.save_levels import save_levels
+from llmb.perfmodel.offload.plan_candidate import save_levels
 
 
 @given(

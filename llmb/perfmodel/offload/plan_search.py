@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from llmb.config.model import Model
+from llmb.config.offload_plan import PlanConstraints
 from llmb.errors import ConfigError
 from llmb.perfmodel.garbage_collection import paused_garbage_collection
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.minimum_budgets import minimum_budgets
-from llmb.perfmodel.offload.plan_candidate import PlanCandidate, PlanConstraints, PlanResult, StepShape, shape_costs
+from llmb.perfmodel.offload.plan_candidate import PlanCandidate, PlanResult
+from llmb.perfmodel.offload.shape_costs import StepShape, shape_costs
 
 STEP_TOKENS = 1 << 19  # default of an optimizer step: usual for models of this size
 ROUND_TOKENS = 1 << 19  # at most, through all layers together
