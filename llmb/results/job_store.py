@@ -349,10 +349,7 @@ class Store:
 
     def _put(self, job: Job) -> None:
         marks = ", ".join("?" * len(COLUMNS))
-        self._db.execute(
-            f"INSERT OR REPLACE INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})",
-            row_values(job),
-        )
+        self._db.execute(f"INSERT OR REPLACE INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})", row_values(job))
 
     def _set(self, job_id: str, values: dict[str, Any]) -> None:
         assignments = ", ".join(f"{column} = ?" for column in values)
