@@ -194,7 +194,7 @@ class ServingSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientFacts:
-    """What the load generator itself cost, and how late it was. Null: not measured."""
+    """Cost and lateness of the load generator itself. Null: not measured."""
 
     processes: int | None = None
     request_cost_us: float | None = None  # CPU time of the client on a no-op server

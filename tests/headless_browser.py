@@ -23,7 +23,7 @@ COMPLETE = (
 
 @dataclass
 class Visit:
-    """What a page did while it opened."""
+    """Record of a page while it opened."""
 
     problems: list[str] = field(default_factory=list)  # console errors and uncaught exceptions
     requests: list[str] = field(default_factory=list)  # addresses, the page itself excluded

@@ -1,4 +1,4 @@
-"""What machines sustain: known for GPUs in the table, read from what the probe left, refused where it is damaged."""
+"""Rates that machines sustain: known for GPUs in the table, read from what the probe left, refused where it is damaged."""
 
 from dataclasses import replace
 

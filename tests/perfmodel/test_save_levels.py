@@ -1,4 +1,4 @@
-"""How few places to keep activations are shared out."""
+"""Assignment of save levels where there is capacity for few activations."""
 
 import pytest
 from hypothesis import given

@@ -246,7 +246,7 @@ class PlanCandidate:
 
     @cached_property
     def saves(self) -> SaveCounts | None:
-        """As much as both sides have capacity for; none: not even the minimum fits.
+        """The most that both sides have capacity for; none: not even the minimum fits.
 
         Attention before the other activations: it avoids more recomputation per byte. Every byte that stays on the
         device does not cross the link, whatever its kind; full saves stay there first.
