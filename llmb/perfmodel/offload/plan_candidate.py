@@ -90,16 +90,16 @@ class PlanCandidate:
         assert self.saves is not None
         plan, sizes, saves, costs = self._plan_without_slots, self._sizes, self.saves, self.costs
         buckets = costs.buckets
-        away = self._all - saves.whole - saves.light  # (layer, chunk)s whose activations are on the host
-        recomputed = away - saves.full_on_host - saves.attention_on_host
+        host_count = self._all - saves.whole - saves.light  # (layer, chunk)s whose activations are on the host
+        recomputed = host_count - saves.full_on_host - saves.attention_on_host
         compute = costs.update_s + plan.rounds * (
             costs.round_s
             + (saves.light + saves.attention_on_host) * costs.recompute_attention_s
             + recomputed * costs.recompute_input_s
         )
         on_host = (
-            away * (sizes["inp"] + sizes["kv"] / plan.chunks_per_group)
-            + (away - recomputed) * sizes["attn"]
+            host_count * (sizes["inp"] + sizes["kv"] / plan.chunks_per_group)
+            + (host_count - recomputed) * sizes["attn"]
             + saves.full_on_host * sizes["rest"]
         )
         params, grads, states = (buckets.count - count for count in self.resident)
@@ -322,13 +322,13 @@ def save_levels(
     everything are spread evenly, to keep the load of the link constant; those that save least are the ones whose
     attention is cheapest to recompute, the first chunks of a sequence.
     """
-    away = layers * chunks - whole - light
-    full = min(full, away)
-    fully_saved = {i for i in range(away) if (i + 1) * full // away > i * full // away} if away else set()
-    partly_saved = [i for i in range(away) if i not in fully_saved]
+    on_host = layers * chunks - whole - light
+    full = min(full, on_host)
+    fully_saved = {i for i in range(on_host) if (i + 1) * full // on_host > i * full // on_host} if on_host else set()
+    partly_saved = [i for i in range(on_host) if i not in fully_saved]
     costliest = sorted(partly_saved, key=lambda i: (-(i % chunks % chunks_per_group), _scattered(i // chunks)))
     attention_saved = set(costliest[: min(attention, len(partly_saved))])
-    letters = [FULL if i in fully_saved else ATTENTION if i in attention_saved else INPUT for i in range(away)]
+    letters = [FULL if i in fully_saved else ATTENTION if i in attention_saved else INPUT for i in range(on_host)]
     return "".join(letters) + ATTENTION * light + FULL * whole
 
 
