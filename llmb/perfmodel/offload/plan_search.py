@@ -38,7 +38,7 @@ TASK_BUDGET = 60_000  # tasks simulated in total
 @paused_garbage_collection()
 def best_plan(model: Model, constraints: PlanConstraints, rates: Rates) -> PlanResult:
     """Return the fastest plan that fits, using a disk only if none fits without, or raise one line."""
-    _check(model, constraints)
+    _check(constraints)
     for disk_gib in dict.fromkeys((0.0, constraints.disk_gib)):
         search = _search(model, replace(constraints, disk_gib=disk_gib), rates)
         if search.best:
@@ -153,7 +153,7 @@ def _candidates(
                     ).with_least_on_disk()
 
 
-def _check(model: Model, constraints: PlanConstraints) -> None:
+def _check(constraints: PlanConstraints) -> None:
     for name in ("host_gib", "device_gib"):
         if not getattr(constraints, name) > 0:
             raise ConfigError(f"{name} must be more than 0 GiB, got {getattr(constraints, name):g}")
