@@ -151,15 +151,9 @@ def print_ends(report: BenchReport, losses: Losses) -> None:
 
 
 def plot(losses: Losses, title: str, path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        print("note: no plot, matplotlib is not installed")
+    pyplot = import_pyplot(path)
+    if pyplot is None:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}
-    from matplotlib import pyplot
-
     means = {setup: [statistics.fmean(step) for step in zip(*runs, strict=True)] for setup, runs in losses.items()}
     base, *compared = means
     figure, (upper, lower) = pyplot.subplots(
@@ -181,6 +175,25 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     lower.axhline(0, color="grey", linewidth=0.5)
     lower.set_ylabel(f"over {base} - 1\n(grey: its seeds)")
     lower.set_xlabel("step")
+    save_plot(figure, path)
+
+
+def import_pyplot(path: Path) -> Any | None:
+    """Return pyplot without a display, set to write the same file each time; None where it is not installed."""
+    if find_spec("matplotlib") is None:
+        print("note: no plot, matplotlib is not installed")
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_plot(figure: Any, path: Path) -> None:
+    """Save a figure, an SVG without its date."""
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
     print(f"plot: {path}")
 

@@ -28,6 +28,7 @@ from outofcore.outofcore_rows import models, tiny_models
 from outofcore.outofcore_training import Order, Trained, train
 
 from llmb.config.model import Model
+from llmb.config.offload_plan import PlanConstraints
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.offload import machine_probe
 from llmb.offload.arena import Budgets
@@ -38,7 +39,7 @@ from llmb.ops.optim.adam import adam_update
 from llmb.perfmodel.hardware import GB, GIB, TERA
 from llmb.perfmodel.offload.buffers import ParamBuckets, bytes_on_disk
 from llmb.perfmodel.offload.machine_rates import Rates, known_rates
-from llmb.perfmodel.offload.plan_candidate import PlanConstraints, PlanResult
+from llmb.perfmodel.offload.plan_candidate import PlanResult
 from llmb.perfmodel.offload.plan_search import best_plan
 from llmb.perfmodel.offload.stream_timeline import DISK_STREAMS
 from llmb.perfmodel.offload.task_durations import TaskDurations

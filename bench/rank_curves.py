@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from pathlib import Path
 
-from fp8_convergence import configuration, losses_of, shipped_text
+from fp8_convergence import configuration, import_pyplot, losses_of, save_plot, shipped_text
 from measure.bench_report import BenchReport
 
 from llmb.config.parallel_layout import format_layout
@@ -133,19 +133,10 @@ def train_all(base: RunConfig, folder: Path, seeds: range, ranks_at_once: int, r
 
 def plot(losses: Losses, title: str, path: Path) -> None:
     """Draw the losses and, below, the distances to one rank with the first seed."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("note: no plot, matplotlib is not installed")
+    pyplot = import_pyplot(path)
+    if pyplot is None:
         return
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {
-        "svg.fonttype": "none",
-        "svg.hashsalt": path.name,
-        "font.size": 9,
-    }  # the same file each time
-    from matplotlib import pyplot
-
+    pyplot.rcParams["font.size"] = 9
     figure, axes = pyplot.subplots(2, len(DTYPES), sharex=True, sharey="row", figsize=(9, 6), layout="constrained")
     for (upper, lower), dtype in zip(axes.T, DTYPES, strict=True):
         first, second = (losses[Curve(dtype, Parallel(), seed)] for seed in DRAWN_SEEDS)
@@ -167,8 +158,7 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     axes[1][0].set_ylim(bottom=0)
     axes[1][0].set_ylabel(f"distance to one rank, seed {DRAWN_SEEDS[0]}\n(means of {SMOOTHED} steps)")
     figure.suptitle(title)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
-    print(f"plot: {path}")
+    save_plot(figure, path)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the HTTP server costs: the same engine and load in process and over HTTP, and what the HTTP process can write.
+"""Cost of the HTTP server: the same engine and load in process and over HTTP, and what the HTTP process can write.
 
     python bench/serve_http.py [--json FILE] [--only=chunks] [--row fp8] [--concurrency 256]
     python bench/serve_http.py --tiny       # a very small model, with or without a GPU: shows only that it runs

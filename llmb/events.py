@@ -7,24 +7,21 @@ Measured facts only: seconds, tokens, bytes. Figures derived from them (tokens/s
 """
 
 import errno
-import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cache, lru_cache
-from io import BufferedReader
 from operator import itemgetter
 from pathlib import Path
 from sys import intern
 from types import NoneType
 from typing import Any, get_args
 
-from llmb.config.serialization import check_parsed_size, current_names, field_types, to_json, with_whole_characters
+from llmb.config.serialization import current_names, field_types, parse_json_line, to_json
 from llmb.config.spec import Status
-from llmb.errors import ConfigError
-from llmb.formats.dense_reader import open_dense
+from llmb.formats.dense_reader import read_lines
 from llmb.formats.json_checks import PLAIN_CHECKS, Check, check_range, conversion
 
 MAX_LINE_BYTES = 2**26  # a request with the times of a million tokens has a third
@@ -197,7 +194,7 @@ class ServingSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientFacts:
-    """What the load generator itself cost, and how late it was. Null: not measured."""
+    """Cost and lateness of the load generator itself. Null: not measured."""
 
     processes: int | None = None
     request_cost_us: float | None = None  # CPU time of the client on a no-op server
@@ -293,7 +290,6 @@ Event = (
 )
 TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 RENAMED_TYPES = {"Whereabouts": "HangReport"}  # name in older files: current name
-_scan_json = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def event_line(event: Event) -> str:
@@ -329,7 +325,7 @@ def append(path: Path, event: Event) -> None:
 def parse(line: str | bytes) -> Event | None:
     """Parse one line; None for a truncated, unknown or wrongly typed line. Fields of a newer version are ignored."""
     try:
-        data = json_object(line)
+        data = parse_json_line(line)
         kind, given_fields, numbers, checks = _checks(data["event"], tuple(data), tuple(map(type, data.values())))
         fields = {name: data[key] for name, key in given_fields}
         if numbers is not None:
@@ -340,20 +336,6 @@ def parse(line: str | bytes) -> Event | None:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return event
-
-
-def json_object(line: str | bytes) -> dict[str, Any]:
-    """Return what json.loads does; that one also guesses an encoding and looks for white space, for half as long."""
-    text = (line if isinstance(line, str) else str(line, "utf-8")).strip()
-    check_parsed_size(text)
-    data: dict[str, Any]
-    try:
-        data, end = _scan_json(text, 0)
-    except StopIteration as error:
-        raise ValueError(text) from error
-    if end != len(text):
-        raise ValueError(text)
-    return with_whole_characters(data, text)
 
 
 @lru_cache(maxsize=1000)
@@ -401,7 +383,7 @@ def read_all(paths: Iterable[Path]) -> Iterator[Event]:
 def read(path: Path) -> Iterator[Event]:
     """Yield the events of a file; lines that cannot be parsed become one LogProblem at the end."""
     unreadable = 0
-    for line in read_lines(path):
+    for line in read_lines(path, MAX_LINE_BYTES):
         event = parse(line)
         if event is not None:
             yield event
@@ -409,29 +391,3 @@ def read(path: Path) -> Iterator[Event]:
             unreadable += 1
     if unreadable:
         yield LogProblem(problem="unreadable event line", count=unreadable)
-
-
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of an event file, none of a missing one; raise ConfigError if it cannot be read.
-
-    Of a line that is too long only the beginning, which nothing can parse, and of a hole of a sparse file a zero byte.
-    """
-    try:
-        with open_dense(path) as lines:
-            while line := lines.readline(MAX_LINE_BYTES):
-                yield line
-                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    _skip_line(lines)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _skip_line(lines: BufferedReader) -> None:
-    """Move behind the end of the line, without building it."""
-    while block := lines.peek():
-        if end := block.find(b"\n") + 1:
-            lines.read(end)
-            return
-        lines.read(len(block))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class FakeNvml:
-    """What `pynvml` offers, as far as we use it; functions named in `missing` raise as an old GPU does."""
+    """Functions of `pynvml`, as far as we use it; functions named in `missing` raise as an old GPU does."""
 
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
 

@@ -1,6 +1,6 @@
 """Headless Chromium over its DevTools protocol: one browser for all pages of a test session.
 
-with HeadlessBrowser(folder) as browser: visit = browser.open(page, width=400)
+with HeadlessBrowser(folder) as browser: page_load = browser.open(page, width=400)
 """
 
 import asyncio
@@ -22,8 +22,8 @@ COMPLETE = (
 
 
 @dataclass
-class Visit:
-    """What a page did while it opened."""
+class PageLoad:
+    """Record of a page while it opened."""
 
     problems: list[str] = field(default_factory=list)  # console errors and uncaught exceptions
     requests: list[str] = field(default_factory=list)  # addresses, the page itself excluded
@@ -40,7 +40,7 @@ class HeadlessBrowser:
         self._process = subprocess.Popen([PROGRAM, *flags, "about:blank"], stderr=subprocess.DEVNULL)
         self._loop = asyncio.new_event_loop()
         self._number = 0
-        self.visit = Visit()
+        self.page_load = PageLoad()
         try:
             self._loop.run_until_complete(self._connect(folder / "DevToolsActivePort"))
         except BaseException:
@@ -56,9 +56,9 @@ class HeadlessBrowser:
         self._process.terminate()
         self._process.wait(READY_S)
 
-    def open(self, page: Path, width: int = 1600, dark: bool = False) -> Visit:
+    def open(self, page: Path, width: int = 1600, dark: bool = False) -> PageLoad:
         """Open a page in a window of this width; return when its charts are drawn."""
-        self.visit = Visit()
+        self.page_load = PageLoad()
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
         )
@@ -66,12 +66,12 @@ class HeadlessBrowser:
         began = time.monotonic()
         self._call("Page.navigate", url=page.as_uri())
         while not self.evaluate(COMPLETE):
-            assert time.monotonic() - began < READY_S, f"not drawn after {READY_S} s: {self.visit.problems}"
+            assert time.monotonic() - began < READY_S, f"not drawn after {READY_S} s: {self.page_load.problems}"
             time.sleep(0.02)
-        self.visit.seconds = time.monotonic() - began
-        self.visit.requests = [url for url in self.visit.requests if url.split(":")[0] not in ("data", "blob")]
-        self.visit.requests.remove(page.as_uri())
-        return self.visit
+        self.page_load.seconds = time.monotonic() - began
+        self.page_load.requests = [url for url in self.page_load.requests if url.split(":")[0] not in ("data", "blob")]
+        self.page_load.requests.remove(page.as_uri())
+        return self.page_load
 
     def resize(self, width: int) -> None:
         """Change the width of the window, and wait until the charts have followed."""
@@ -129,10 +129,10 @@ class HeadlessBrowser:
         parameters = message.get("params", {})
         match message.get("method"):
             case "Network.requestWillBeSent":
-                self.visit.requests.append(parameters["request"]["url"])
+                self.page_load.requests.append(parameters["request"]["url"])
             case "Runtime.exceptionThrown":
-                self.visit.problems.append(str(parameters["exceptionDetails"]))
+                self.page_load.problems.append(str(parameters["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning", "assert"):
-                self.visit.problems.append(str(parameters["args"]))
+                self.page_load.problems.append(str(parameters["args"]))
             case "Log.entryAdded" if parameters["entry"]["level"] in ("error", "warning"):
-                self.visit.problems.append(parameters["entry"]["text"])
+                self.page_load.problems.append(parameters["entry"]["text"])

@@ -78,7 +78,7 @@ def _requests(count: int, chance: random.Random) -> Iterator[Event]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a process took."""
+    """CPU seconds and memory of a process."""
 
     code: int
     cpu_s: float

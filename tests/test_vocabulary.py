@@ -25,6 +25,7 @@ EMPTY = {
     "found", "made", "wanted", "kept", "said", "told", "asked", "given", "shown", "known", "one",
     "own", "there", "rest", "fresh", "onto", "ours", "theirs", "what", "who", "again",
 }  # fmt: skip
+CLAUSE = re.compile(r'^ *"""(What|Of|As|How|Who|Where) .*', re.MULTILINE)  # neither noun phrase nor imperative
 FILES = [path for folder in ("llmb", "tests", "bench") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -58,3 +59,8 @@ def test_identifiers_use_the_words_of_the_field(folder):
                 refused.append(f"{relative}:{line} {name}: name what it holds")
             refused += [f"{relative}:{line} {name}: {REPLACED[word]}" for word in words(name) if word in REPLACED]
     assert not refused, "\n".join(sorted(set(refused)))
+
+
+def test_docstrings_begin_with_a_noun_phrase_or_an_imperative():
+    package = [path for path in FILES if path.is_relative_to(ROOT / "llmb")]
+    assert [f"{path}: {line[0]}" for path in package for line in CLAUSE.finditer(path.read_text())] == []

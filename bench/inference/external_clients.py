@@ -55,7 +55,7 @@ class ClientLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientFigures:
-    """What a client reports, in our words; times are medians in ms, or means where they say so."""
+    """Report of a client, in our words; times are medians in ms, or means where they say so."""
 
     completed: int
     failed: int

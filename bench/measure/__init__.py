@@ -1,1 +1,1 @@
-"""What programs that measure share: options, device, timer, tables, processes of peers."""
+"""Common parts of the programs that measure: options, device, timer, tables, processes of peers."""

@@ -24,9 +24,7 @@ def gpu_name(device: torch.device) -> str:
         return "cpu"
     gpu = hardware.identify_gpu(torch.cuda.get_device_name(device))
     if gpu is None:
-        raise LaunchError(
-            f"{describe_machine(device)}: the peak of this GPU is unknown; see llmb/perfmodel/hardware.py"
-        )
+        raise LaunchError(f"{describe_machine(device)}: the peak of this GPU is unknown; see llmb/perfmodel/gpu_types")
     return gpu
 
 

@@ -11,13 +11,13 @@ from multiprocessing import get_context
 
 from llmb.config.model import Model
 from llmb.config.native.lora_shapes import TARGETS
-from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Lora, Plan
+from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Lora, Plan, PlanConstraints
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import convert
 from llmb.errors import ConfigError
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import Rates
-from llmb.perfmodel.offload.plan_candidate import PlanConstraints, PlanResult
+from llmb.perfmodel.offload.plan_candidate import PlanResult
 from llmb.perfmodel.offload.plan_search import best_plan
 from llmb.perfmodel.offload.step_tasks import round_chunks
 from llmb.perfmodel.offload.task_durations import TaskCost, TaskDurations

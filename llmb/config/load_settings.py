@@ -8,7 +8,7 @@ not start, neither the GPUs nor the number formats are known unless the user nam
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from llmb.config.model import Model
@@ -17,7 +17,6 @@ from llmb.config.spec import Inference, Limits, Machine, Parallel, Precision, Ru
 from llmb.errors import ConfigError, UnknownName
 
 ArrivalKind = Literal["all_at_once", "concurrency", "constant", "poisson", "gamma", "trace"]
-ARRIVALS: tuple[str, ...] = get_args(ArrivalKind)
 UNIT_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0, "": 1.0}
 SLO_EXAMPLE = "write ttft=500ms,tpot=50ms or e2e=10s"
 LONGEST = 10_000_000  # tokens of a request, requests of a load: beyond that a number is a mistake

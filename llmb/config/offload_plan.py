@@ -116,3 +116,27 @@ class Plan:
     @property
     def step_tokens(self) -> int:
         return self.gbs * self.seqlen
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConstraints:
+    """Choices that the user fixed; None: the planner chooses."""
+
+    dtype: Literal["fp32", "bf16", "fp8"]
+    fp8_recipe: Literal["tensorwise_delayed", "rowwise", "blockwise"] | None = None  # none: no fp8, or the first
+    seqlen: int
+    host_gib: float
+    device_gib: float
+    disk_gib: float = 0.0  # 0: no disk
+    update: Update = "stochastic"
+    clip: float | None = None
+    gbs: int | None = None
+    chunk_tokens: int | None = None
+    seqs_per_round: int | None = None
+    resident_params: int | None = None
+    resident_grads: int | None = None
+    resident_states: int | None = None
+    activation_slots: int | None = None  # fully saved (layer, chunk)s that stay on the device
+    full_saves: int | None = None  # of those on the host
+    attention_saves: int | None = None
+    lora: Lora | None = None

@@ -27,6 +27,7 @@ SCALARS = {str, int, float, bool, type(None)}
 LARGE_JSON_BYTES = 2**26  # of larger files holes are looked for: their zeros would be read and decoded
 MAX_JSON_BYTES = 2**30
 MAX_PARSED_BYTES = 2**29  # the result of a million steps takes a sixteenth
+_scan_json = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 # Dataclass -> {name in older files: current name}. Whatever reads a stored file goes through `current_names`.
 RENAMED_FIELDS: dict[str, dict[str, str]] = {
@@ -295,6 +296,22 @@ def parse_json(text: str) -> Any:
         return with_whole_characters(json.loads(text), text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def parse_json_line(line: str | bytes) -> Any:
+    """Parse a line as json.loads does, which takes half as long again: it guesses an encoding, looks for white space.
+
+    Raise a ValueError like `parse_json`, but let a RecursionError pass.
+    """
+    text = (line if isinstance(line, str) else str(line, "utf-8")).strip()
+    check_parsed_size(text)
+    try:
+        data, end = _scan_json(text, 0)
+    except StopIteration as error:
+        raise ValueError(text) from error
+    if end != len(text):
+        raise ValueError(text)
+    return with_whole_characters(data, text)
 
 
 def with_whole_characters(data: T, text: str) -> T:

@@ -1,6 +1,7 @@
 """Files without their holes: a crash or an attacker can leave gigabytes of nothing in an event file or a log.
 
     with open_dense(path) as file: file.readline(65536)
+    for line in read_lines(path, limit=65536): ...
 
 A hole is read as one zero byte, which no event and no number contains: what it interrupts stays damaged, and reading
 takes time for what is stored alone. Positions (`seek`, `tell`) are those of the file.
@@ -8,11 +9,13 @@ takes time for what is stored alone. Positions (`seek`, `tell`) are those of the
 
 import errno
 import os
+from collections.abc import Iterator
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmb.config.serialization import open_regular_file
+from llmb.errors import ConfigError
 
 BLOCK_BYTES = 256 << 10
 
@@ -20,6 +23,32 @@ BLOCK_BYTES = 256 << 10
 def open_dense(path: Path) -> BufferedReader:
     """Open a regular file for reading without its holes."""
     return BufferedReader(DenseReader(open_regular_file(path, buffering=0)), BLOCK_BYTES)
+
+
+def read_lines(path: Path, limit: int) -> Iterator[bytes]:
+    """Yield the lines of a file, none of a missing one; raise ConfigError if it cannot be read.
+
+    Of a line longer than the limit only the beginning, which nothing can parse, and of a hole a zero byte.
+    """
+    try:
+        with open_dense(path) as lines:
+            while line := lines.readline(limit):
+                yield line
+                if len(line) == limit and not line.endswith(b"\n"):
+                    _skip_line(lines)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _skip_line(lines: BufferedReader) -> None:
+    """Move behind the end of the line, without building it."""
+    while block := lines.peek():
+        if end := block.find(b"\n") + 1:
+            lines.read(end)
+            return
+        lines.read(len(block))
 
 
 class DenseReader(RawIOBase):

@@ -1,4 +1,4 @@
-"""Who may write to a folder that several users share, and one line that says why this one may not.
+"""Access to a folder that several users share, and one line that says why this user may not write to it.
 
 is_own(path)                  # of this user; an installation may hold runs of others
 write_hint(path)              # "... belongs to alice, who can share it: llmb-install --shared GROUP"

@@ -1,4 +1,4 @@
-"""What nvidia-smi reports of each GPU: limits, clocks, what throttles, ECC, PCIe, NVLink, processes.
+"""Report of nvidia-smi on each GPU: limits, clocks, what throttles, ECC, PCIe, NVLink, processes.
 
     gpus, error = query_gpus()           every GPU of this machine; `error`: why there are none, or not all
     parse_gpus(xml), parse_links(text)   the same from recorded output

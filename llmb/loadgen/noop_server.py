@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import cast
 
 WORD = "word "
@@ -50,8 +50,8 @@ def _choice(chat: bool, text: str, finish: str | None, whole: bool = False) -> d
     return {"index": 0, **(message if chat else {"text": text}), "logprobs": None, "finish_reason": finish}
 
 
-@lru_cache(maxsize=4096)
-def stream_parts(chat: bool, tokens: int, usage: bool) -> tuple[bytes, bytes, bytes]:
+@cache
+def stream_parts(chat: bool) -> tuple[bytes, bytes, bytes]:
     """Return a stream in three parts: up to the first token, one further token, and what follows the last."""
     identity = {"id": "cmpl-0", "object": "chat.completion.chunk" if chat else "text_completion", "created": 0}
     begin = STREAM_HEAD
@@ -76,7 +76,7 @@ def _usage(prompt_tokens: int, tokens: int) -> dict[str, object]:
 @lru_cache(maxsize=4096)
 def whole_stream(chat: bool, tokens: int, prompt_tokens: int, usage: bool) -> bytes:
     """Return a stream as one block of bytes."""
-    first, token, last = stream_parts(chat, tokens, usage)
+    first, token, last = stream_parts(chat)
     if usage:
         finish, done, end = last.partition(_http_chunk(b"data: [DONE]\n\n"))
         last = finish + usage_event(prompt_tokens, tokens) + done + end
@@ -137,7 +137,7 @@ class NoopConnection(asyncio.Protocol):
         tokens = int(match[1]) if match else 16
         fault = _FAULT.search(body)
         if fault is not None:
-            self._misbehave(fault[1].decode(), chat, tokens, _STREAM.search(body) is not None)
+            self._misbehave(fault[1].decode(), chat, tokens)
             return
         prompt_tokens = count_prompt_tokens(body)
         if not _STREAM.search(body):
@@ -149,7 +149,7 @@ class NoopConnection(asyncio.Protocol):
 
     async def _stream(self, chat: bool, tokens: int, prompt_tokens: int) -> None:
         """Send one token after the other at absolute times."""
-        first, token, last = stream_parts(chat, tokens, True)
+        first, token, last = stream_parts(chat)
         finish, done, end = last.partition(_http_chunk(b"data: [DONE]\n\n"))
         start = time.monotonic() + self._ttft_s
         for number in range(tokens):
@@ -157,8 +157,8 @@ class NoopConnection(asyncio.Protocol):
             self._write(first if number == 0 else token)
         self._write(finish + usage_event(prompt_tokens, tokens) + done + end)
 
-    def _misbehave(self, fault: str, chat: bool, tokens: int, streaming: bool) -> None:
-        first, token, _ = stream_parts(chat, tokens, False)
+    def _misbehave(self, fault: str, chat: bool, tokens: int) -> None:
+        first, token, _ = stream_parts(chat)
         responses = {
             "500": json_response({"error": {"message": "out of luck"}}, b"500 Internal Server Error"),
             "truncated": first + token,

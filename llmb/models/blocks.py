@@ -111,7 +111,7 @@ def sequential_positions(tokens: int, device: torch.device) -> Tensor:
 
 
 class RotaryPairs(NamedTuple):
-    """What the rotary embedding does to each of the head_dim / 2 pairs."""
+    """Rotary embedding of each of the head_dim / 2 pairs."""
 
     frequencies_D: Tensor  # radians per token
     factors_D: Tensor | None  # of cosine and sine; none: 1

@@ -34,7 +34,7 @@ from llmb.perfmodel.offload.buffers import ParamBuckets
 
 
 class _Source(NamedTuple):
-    """Where a parameter is: rows of a tensor in a file, and how they are ordered there."""
+    """Location of a parameter: rows of a tensor in a file, and their order there."""
 
     hf_name: str
     first: int

@@ -199,7 +199,7 @@ class Trainer:
 
     @property
     def adapters(self) -> AdapterState | None:
-        """What LoRA trains; none: all weights are trained."""
+        """LoRA adapters; none: all weights are trained."""
         return self.runner.adapters
 
     @property

@@ -154,12 +154,12 @@ def moved_percentile(
     streamed = any(request.first_token is not None for request in requests)
     timed = TimedRequests.of(requests)
     latencies, name = (timed.ttft_ms, "TTFT") if streamed else (timed.e2e_ms, "E2E")
-    values, delayed, points = array("d"), array("d"), _lag_points(lag_ms or {})
+    values, delayed, points = array("d"), array("d"), lag_points(lag_ms or {})
     waits = repeat(0.0) if has_cap else map(waiting_ms, requests)
     for number, (value, wait) in enumerate(zip(latencies, waits, strict=False)):
         if value is not None:
             values.append(value)
-            delayed.append(value + wait + _interpolated(points, number * GOLDEN_RATIO % 1))
+            delayed.append(value + wait + interpolate_lag(points, number * GOLDEN_RATIO % 1))
     measured, moved = metrics.latency_summary(values), metrics.latency_summary(delayed)
     if measured is None or moved is None:
         return None
@@ -170,12 +170,7 @@ def moved_percentile(
     return f"{name} {worst}", shifts[worst]
 
 
-def lag_quantile(lag_ms: dict[str, float], fraction: float) -> float:
-    """Return the lag below which this fraction of all lags is, interpolated between the percentiles that are known."""
-    return _interpolated(_lag_points(lag_ms), fraction)
-
-
-def _lag_points(lag_ms: dict[str, float]) -> list[tuple[float, float]]:
+def lag_points(lag_ms: dict[str, float]) -> list[tuple[float, float]]:
     """Return the known percentiles as (fraction, lag), from 0 on."""
     points = [(0.0, 0.0)]
     for name, lag in lag_ms.items():
@@ -185,7 +180,8 @@ def _lag_points(lag_ms: dict[str, float]) -> list[tuple[float, float]]:
     return sorted(points)
 
 
-def _interpolated(points: list[tuple[float, float]], fraction: float) -> float:
+def interpolate_lag(points: list[tuple[float, float]], fraction: float) -> float:
+    """Return the lag below which this fraction of all lags is."""
     index = bisect_left(points, (fraction,), 1)
     if index == len(points):
         return points[-1][1]

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, and which change would make it fit.
+"""Check that a run fits into memory, and find a change that would make it fit.
 
     misfit(config)                       one line with the numbers and what would fit; None: it fits, or nobody knows
     host_misfit(config, 4, available)    the same for the host memory of four ranks

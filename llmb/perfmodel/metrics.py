@@ -1,4 +1,4 @@
-"""Metrics of a run: tokens/s, TFLOP/s per GPU, MFU, HFU, MBU, time to train, percentiles, latencies.
+"""Metrics of a run: tokens/s, TFLOP/s per GPU, MFU, HFU, time to train, percentiles, latencies.
 
 Plain numbers in, plain numbers out; the unit is in the name, utilizations are fractions (0.334 is 33.4 %). Unknown is
 None: a missing, infinite or non-positive input never becomes an infinity, a zero or an exception.
@@ -312,8 +312,3 @@ def energies_agree(counted_joules: float | None, integrated_joules: float | None
     """Return whether the energy counter and the integral of sampled power agree; None without both."""
     ratio = _quotient((counted_joules,), (integrated_joules,))
     return None if ratio is None else abs(ratio - 1) <= ENERGY_TOLERANCE
-
-
-def mbu(bytes_per_step: float | None, step_time_s: float | None, memory_bandwidth: float | None) -> float | None:
-    """Return memory-bandwidth utilization (MBU) of one GPU in decode: bytes per step / step time / peak bytes/s."""
-    return _quotient((bytes_per_step,), (step_time_s, memory_bandwidth))

@@ -64,7 +64,7 @@ def state_bytes_per_sequence(model: Model) -> float:
 
 
 def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -> float:
-    """Return the bytes that one decode step of `batch` requests must move, for MBU.
+    """Return the bytes that one decode step of `batch` requests must move.
 
     Block weights once in the run's dtype (mxfp4: experts only), the LM head once in bf16 or wider, `context` cached
     tokens per request (those inside of a sliding window), recurrent states read and written. Of the routed experts

@@ -70,7 +70,7 @@ class UnitValues:
 
     @property
     def gathered_shards(self) -> int:
-        """Of the gathered ones, those that the rank updates."""
+        """Gathered values that the rank updates."""
         return self.shards - (self.full - self.gathered)
 
 

@@ -27,7 +27,7 @@ from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.garbage_collection import paused_garbage_collection
 from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
 from llmb.results.goodput.goodput_figures import goodput
-from llmb.results.gpu_telemetry import gpu_telemetry, measured_span
+from llmb.results.gpu_telemetry import gpu_telemetry, measured_interval
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
 from llmb.results.prediction_check import check_prediction
 from llmb.results.recorded_events import RecordedEvents
@@ -183,7 +183,7 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
 def _telemetry_fields(events: RecordedEvents, steps: list[StepDone], fields: dict) -> dict:
     """Return what GPUs did over the measured interval, and their mean power unless a counter gave it."""
     first, last = fields.get("window", (0, 0))
-    telemetry = gpu_telemetry(events, measured_span([s for s in steps if first <= s.step <= last and not s.warmup]))
+    telemetry = gpu_telemetry(events, measured_interval([s for s in steps if first <= s.step <= last and not s.warmup]))
     if telemetry is None:
         return {}
     power = fields.get("mean_power_w") or (telemetry.power_w or {}).get("mean")

@@ -1,6 +1,6 @@
 """Power, clocks, temperature and throttling of a run's GPUs over its measured interval, from GpuSample events.
 
-gpu_telemetry(events, measured_span(steps)) -> GpuTelemetry(power_w={"mean": 688.0, ...}, throttled_fraction=0.8, ...)
+gpu_telemetry(events, measured_interval(steps)) -> GpuTelemetry(power_w={"mean": 688.0, ...}, ...)
 """
 
 from collections import Counter
@@ -13,10 +13,10 @@ from llmb.results.result import GpuTelemetry
 
 PERCENTILES = (5, 50, 95)
 NOT_THROTTLED = {"idle"}  # clocks are low because there is nothing to do
-Span = tuple[float, float]  # seconds since 1970
+Interval = tuple[float, float]  # seconds since 1970
 
 
-def measured_span(steps: Sequence[StepDone]) -> Span | None:
+def measured_interval(steps: Sequence[StepDone]) -> Interval | None:
     """Return when the measured steps began and ended; None: a log does not say."""
     if not steps:
         return None
@@ -26,15 +26,17 @@ def measured_span(steps: Sequence[StepDone]) -> Span | None:
     return first.time - first.seconds, last.time
 
 
-def measured_samples(events: Iterable[Event], span: Span | None) -> list[GpuSample]:
+def measured_samples(events: Iterable[Event], interval: Interval | None) -> list[GpuSample]:
     """Return the samples of the measured interval, as their recorder says or as the times of steps do."""
     samples = events_of(events, GpuSample)
-    return [s for s in samples if s.measured or (s.measured is None and span and span[0] <= s.time <= span[1])]
+    return [
+        s for s in samples if s.measured or (s.measured is None and interval and interval[0] <= s.time <= interval[1])
+    ]
 
 
-def gpu_telemetry(events: Iterable[Event], span: Span | None) -> GpuTelemetry | None:
+def gpu_telemetry(events: Iterable[Event], interval: Interval | None) -> GpuTelemetry | None:
     """Return the summary over the samples of all GPUs; None without any."""
-    samples = measured_samples(events, span)
+    samples = measured_samples(events, interval)
     if not samples:
         return None
     reasons = Counter(r for s in samples for r in s.throttle_reasons if r not in NOT_THROTTLED)

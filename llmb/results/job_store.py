@@ -23,13 +23,15 @@ from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.formats.folder_access import write_hint
-from llmb.results.result import Result
 from llmb.results.run_settings import run_settings
+
+if TYPE_CHECKING:
+    from llmb.results.result import Result
 
 SCHEMA_VERSION = 4
 WAIT_S = 30.0
@@ -222,9 +224,8 @@ class Store:
             if rows:  # another process recovered this submission first
                 return rows[0]
             final = self.free_id(job_id)
-            times = {"submitted_at": now, "updated_at": now}
             state = {"status": "pending", "slurm_state": "PENDING", "reason": None}
-            self._set(temporary, {"job_id": final, **state, **times})
+            self._set(temporary, {"job_id": final, "submitted_at": now, "updated_at": now, **state})
         return final
 
     def refused(self, temporary: str, reason: str) -> None:
@@ -260,7 +261,7 @@ class Store:
         rows = same_id or self._select(" WHERE run_dir = ?", (job.run_dir,))
         return rows[0] if rows else job
 
-    def finish(self, job_id: str, result: Result, **columns: Any) -> None:
+    def finish(self, job_id: str, result: "Result", **columns: Any) -> None:
         """Store the outcome of a run; `columns`: more of the row."""
         self.note(job_id, **figures(result), **columns)
 
@@ -349,10 +350,7 @@ class Store:
 
     def _put(self, job: Job) -> None:
         marks = ", ".join("?" * len(COLUMNS))
-        self._db.execute(
-            f"INSERT OR REPLACE INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})",
-            row_values(job),
-        )
+        self._db.execute(f"INSERT OR REPLACE INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})", row_values(job))
 
     def _set(self, job_id: str, values: dict[str, Any]) -> None:
         assignments = ", ".join(f"{column} = ?" for column in values)
@@ -390,7 +388,7 @@ def job_row(config: RunConfig, run_dir: Path, launcher: str, job_id: str, create
     )  # fmt: skip
 
 
-def figures(result: Result) -> dict[str, Any]:
+def figures(result: "Result") -> dict[str, Any]:
     """Return the columns of a row that come from a Result."""
     return {
         "status": result.status,

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import NoneType
 from typing import ClassVar
 
-from llmb.events import RequestDone, json_object, read_lines
+from llmb.config.serialization import parse_json_line
+from llmb.events import MAX_LINE_BYTES, RequestDone
+from llmb.formats.dense_reader import read_lines
 
 KIND = b'"RequestDone"'
 TOKEN_TIMES = b'"token_times": ['
@@ -38,7 +40,7 @@ def read_request_times(paths: Iterable[Path]) -> list[RequestTimes]:
 
 
 def _read(path: Path) -> Iterator[RequestTimes]:
-    for line in read_lines(path):
+    for line in read_lines(path, MAX_LINE_BYTES):
         times = _parse(_without_token_times(line)) if KIND in line else None
         if times is not None:
             yield times
@@ -50,7 +52,7 @@ def _parse(line: bytes) -> RequestTimes | None:
     `events.parse` would build all 22 fields of the event, for several times as long.
     """
     try:
-        data = json_object(line)
+        data = parse_json_line(line)
         if data["event"] != RequestDone.__name__ or data.get("warmup") or data.get("error") is not None:
             return None
         first_token = data.get("first_token")

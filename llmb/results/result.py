@@ -218,7 +218,7 @@ class Result:
     weights_gib: float | None = None  # of one GPU
     weights_note: str | None = None  # how they are held, if not as requested
     speculation: Speculation | None = None  # null: no speculative decoding
-    energy_joules: float | None = None  # of all GPUs over the measured span
+    energy_joules: float | None = None  # of all GPUs over the measured interval
     energy_valid: bool | None = None  # counters and sampled power agree; null: only one of them is known
     energy_note: str | None = None  # why there is none
     output_tokens_per_joule: float | None = None

@@ -8,7 +8,7 @@ import os
 import select
 import signal
 
-LONGEST_LINE = 2**16  # bytes; longer lines are forwarded in pieces
+LONGEST_LINE = 2**16  # bytes; longer lines are split
 STDOUT, STDERR = 1, 2
 IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

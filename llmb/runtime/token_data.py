@@ -20,7 +20,7 @@ from llmb.config.spec import OutOfCore, Training
 from llmb.errors import ConfigError
 from llmb.formats.token_file import HEADER, read_header
 
-FINGERPRINT_PIECES, PIECE_TOKENS = 64, 1 << 14
+FINGERPRINT_SAMPLES, SAMPLE_TOKENS = 64, 1 << 14
 
 
 def open_token_file(workload: Training | OutOfCore, vocab: int) -> "TokenFile | None":
@@ -62,10 +62,10 @@ class TokenFile:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Checksum of pieces from the whole file: another text of the same length has another one."""
+        """Checksum of samples from the whole file: another text of the same length has another one."""
         crc32 = 0
-        for start in np.linspace(0, max(0, self.header.tokens - PIECE_TOKENS), FINGERPRINT_PIECES, dtype=np.int64):
-            crc32 = zlib.crc32(self._tokens[start : start + PIECE_TOKENS].tobytes(), crc32)
+        for start in np.linspace(0, max(0, self.header.tokens - SAMPLE_TOKENS), FINGERPRINT_SAMPLES, dtype=np.int64):
+            crc32 = zlib.crc32(self._tokens[start : start + SAMPLE_TOKENS].tobytes(), crc32)
         return crc32
 
     def sequences(self, first: int, shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""How long the host can wait for requests before it has to schedule the next step.
+"""Time that the host can wait for requests before it has to schedule the next step.
 
 While the device computes a step, the host schedules and launches the next. A request that arrives before joins that
 step; one that arrives later waits for a whole step more. So a server schedules as late as the device allows: the time

@@ -1,4 +1,4 @@
-"""What a checkpoint and the run that resumes from it must have in common.
+"""Facts that a checkpoint and the run that resumes from it must have in common.
 
 Apart from `train_checkpoint.py`, whose import of torch.distributed.checkpoint takes a second that most runs save.
 """

@@ -1,4 +1,4 @@
-"""`llmb-run predict`: recipes, any model, files of rows, curves, what-if, and refusals in one line."""
+"""`llmb-run predict`: recipes, any model, files of rows, what-if, and refusals in one line."""
 
 import json
 from dataclasses import replace
@@ -11,10 +11,6 @@ from llmb.perfmodel.offload.machine_rates import H200, rates_path
 MODEL = ["predict", "--model", "llama3.1-8b", "--gpu-type", "h100", "--scale", "8", "--set", "gbs=128"]
 KEYS = {
     "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "memory_gib", "interval_80", "terms",
-}  # fmt: skip
-QWEN3_8B = {
-    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
 }  # fmt: skip
 
 
@@ -68,48 +64,6 @@ def test_json_carries_every_figure(llmb_run):
     assert data.keys() >= KEYS
     assert sum(data["terms"].values()) == pytest.approx(data["step_time_s"])
     assert data["tokens_per_s_per_gpu"] == pytest.approx(128 * 4096 / data["step_time_s"] / 8)
-
-
-def test_a_config_json_is_the_model_it_describes(llmb_run, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(QWEN3_8B))
-    args = ["--gpu-type", "h100", "--scale", "8", "--json"]
-    described = json.loads(llmb_run("predict", "--model", str(path), *args)[1])
-    named = json.loads(llmb_run("predict", "--model", "qwen3-8b", *args)[1])
-    assert described["step_time_s"] == pytest.approx(named["step_time_s"])
-
-
-def test_a_config_json_with_experts_and_mla(llmb_run, tmp_path):
-    path = tmp_path / "config.json"
-    mla = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    experts = {"n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1}
-    sizes = {"hidden_size": 7168, "num_hidden_layers": 61, "intermediate_size": 18432, "num_attention_heads": 64,
-             "vocab_size": 163840, "first_k_dense_replace": 1, "model_type": "kimi_k2"}  # fmt: skip
-    path.write_text(json.dumps(sizes | mla | experts))
-    args = ["--gpu-type", "gb300", "--scale", "256", "--set", "pp=4", "--set", "ep=64", "--json"]
-    described = json.loads(llmb_run("predict", "--model", str(path), *args)[1])
-    named = json.loads(llmb_run("predict", "--model", "kimi-k2", *args)[1])
-    assert described["step_time_s"] == pytest.approx(named["step_time_s"], rel=1e-6)
-
-
-def test_a_curve_has_the_scales_that_hold_all_experts(llmb_run):
-    """ep 8 x etp 4 of Grok-1 on GB200 take 32 GPUs, its tp 4 alone would take 4."""
-    code, out, err = llmb_run("predict", "-w", "pretrain_grok1", "--gpu-type", "gb200", "--scale", "8..128", "--json")
-    assert (code, err) == (0, "")
-    assert [point["gpus"] for point in json.loads(out)] == [32, 64, 128]
-    few = ["--model", "qwen3-30b-a3b", "--gpu-type", "b200", "--scale", "8..32", "--set", "ep=64"]
-    code, _, err = llmb_run("predict", *few)
-    assert code == 1
-    assert "no scale of 8..32 is a multiple of 64" in err
-
-
-def test_a_range_of_scales_is_a_curve(llmb_run):
-    code, out, _ = llmb_run("predict", "-w", "pretrain_nemotronh", "-s", "56b", "--dtype", "fp8", "--gpu-type", "h100",
-                            "--scale", "32..16384", "--json")  # fmt: skip
-    points = json.loads(out)
-    assert code == 0
-    assert [point["gpus"] for point in points] == [32 << power for power in range(10)]
-    assert all(point["gbs"] == 3 * point["gpus"] for point in points)
 
 
 def test_what_if_stands_beside_what_is(llmb_run):
@@ -184,23 +138,6 @@ def test_a_wrong_cell_is_named(llmb_run, tmp_path, column, text):
     code, _, err = llmb_run("predict", "--rows", path)
     assert code == 1
     assert err.startswith(f"row 2: {column} must be ")
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number, 1 or more, got 0"),
-        ({"intermediate_size": "x"}, "intermediate_size='x' is not a whole number"),
-        ({"q_lora_rank": 8, "kv_lora_rank": 8}, "qk_nope_head_dim must be a whole number"),
-        ({"layer_types": 3}, "layer_types: expected a list, got 3"),
-    ],
-)
-def test_a_wrong_field_of_config_json_is_one_line(llmb_run, tmp_path, fields, message):
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"intermediate_size": 128} | fields))
-    code, out, err = llmb_run("predict", "--model", tmp_path, "--gpu-type", "h100", "--scale", "8")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert message in err
 
 
 def test_share_of_the_peak_follows_a_changed_peak(llmb_run):
@@ -292,13 +229,6 @@ def test_an_engine_that_nobody_named_is_named_beside_our_own(llmb_run):
     assert "as none is named" not in llmb_run("predict", "-w", "pretrain_llama3.1", "-s", "8b", "--gpu-type", "h100")[1]
 
 
-def test_a_curve_says_what_it_is_of(llmb_run):
-    lines = llmb_run(*MODEL[:5], "--scale", "8..32", "--set", "tp=2")[1].splitlines()
-    assert lines[0].startswith("Llama-3.1-8B, bf16, h100, tp 2 pp 1")
-    assert lines[0].endswith("engine megatron-bridge")
-    assert "on 8 GPUs" in lines[-1]
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -349,15 +279,6 @@ def test_an_expert_split_that_is_impossible_names_the_possible_ones(llmb_run):
     assert "ep 16 does not divide 8 experts; possible: [2, 4, 8]" in llmb_run(*model)[2]
 
 
-def test_listed_scales_that_a_layout_cannot_have_are_refused_and_those_of_a_range_left_out(llmb_run):
-    model = ["predict", "--model", "llama3.1-8b", "--gpu-type", "h100", "--set", "tp=8", "--set", "pp=2"]
-    code, out, err = llmb_run(*model, "--scale", "4,8,16")
-    assert (code, out, err) == (1, "", "ERROR: --scale 4, 8: the layout takes a multiple of 16 GPUs\n")
-    code, out, err = llmb_run(*model, "--scale", "4..32")
-    assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines() if line.strip()[:1].isdigit()] == ["16", "32"]
-
-
 @pytest.mark.parametrize(
     "task", [["--scale", "24"], ["--task", "serve", "--isl", "8", "--osl", "8", "--concurrency", "1"]]
 )
@@ -390,18 +311,6 @@ def test_an_out_of_core_run_is_sent_to_its_plan(llmb_run):
     row = ["-w", "outofcore_llama3", "-s", "8b", "--gpu-type", "h200"]
     assert "is not predicted as a training step; its plan has its time" in llmb_run("predict", *row)[2]
     assert "llmb-run plan searches its plan" in llmb_run("tune", *row)[2]
-
-
-def test_a_curve_names_the_scales_that_do_not_fit(llmb_run):
-    model = ["predict", "--model", "llama3.1-70b", "--gpu-type", "h100", "--scale", "8..64", "--set", "fsdp=true"]
-    model += ["--set", "recompute=full"]
-    code, out, err = llmb_run(*model)
-    memory = {item["gpus"]: item["memory_gib"] for item in json.loads(llmb_run(*model, "--json")[1])}
-    assert (code, err) == (0, "")
-    assert [gpus for gpus, gib in memory.items() if gib > 79.2] == [8]
-    assert "does not fit in the memory of a GPU at 8 GPUs\n" in out
-    lines = {int(line.split()[0]): line for line in out.splitlines() if line.strip()[:1].isdigit()}
-    assert all(f" {gib:.0f} " in lines[gpus] for gpus, gib in memory.items())
 
 
 def test_json_tells_whether_a_layout_fits(llmb_run, tmp_path):
@@ -439,32 +348,6 @@ def test_a_mistake_in_what_if_is_not_one_of_the_rows(llmb_run, tmp_path):
     code, out, err = llmb_run("predict", "--rows", path, "--what-if", "gpu.speed=2x")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "unknown field of --what-if" in err
-
-
-def test_a_curve_has_the_cost_where_prices_are_given(llmb_run):
-    curve = [*MODEL[:5], "--scale", "8,16", "--gpu-cost-per-hour", "2"]
-    costs = [point["energy"]["cost_per_million_tokens"] for point in json.loads(llmb_run(*curve, "--json")[1])]
-    lines = [line.split() for line in llmb_run(*curve)[1].splitlines() if line.strip()[:1].isdigit()]
-    assert [float(line[-1]) for line in lines] == pytest.approx(costs, rel=1e-3)
-    assert "cost/1M tokens" not in llmb_run(*curve[:-2])[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_key_value_heads": 64}, "num_key_value_heads=64 does not divide 32 attention heads"),
-        (
-            {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 9},
-            "9 experts per token of 8; at most 8",
-        ),
-    ],
-)
-def test_a_config_json_that_contradicts_itself_is_refused(llmb_run, tmp_path, changes, message):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(QWEN3_8B | changes))
-    code, out, err = llmb_run("predict", "--model", path, "--gpu-type", "h100", "--scale", "8")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert message in err
 
 
 @pytest.mark.parametrize(("gpu", "possible"), [("h100-pcie", "at most 2 GPUs"), ("gh200", "at most one GPU")])

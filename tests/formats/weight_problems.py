@@ -1,4 +1,4 @@
-"""What `llmb-install verify` says about a folder of weights."""
+"""Findings of `llmb-install verify` on a folder of weights."""
 
 from llmb.cli.install.llmb_install import main
 from llmb.formats.weight_folder import FolderReport

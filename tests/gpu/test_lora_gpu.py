@@ -9,12 +9,12 @@ from lora_reference import LORA, frozen_bits, lora_plan, lora_trainer, random_ad
 from recipe_models import recipe_model
 from reference_training import LEAST, SEED, UNTIED, trained
 
+from llmb.config.offload_plan import PlanConstraints
 from llmb.offload.arena import Budgets
 from llmb.offload.chunked_batches import ChunkedBatches
 from llmb.offload.trainer import Trainer, TrainerSettings
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.machine_rates import H200
-from llmb.perfmodel.offload.plan_candidate import PlanConstraints
 from llmb.perfmodel.offload.plan_search import best_plan
 
 pytestmark = NEEDS_GPU

@@ -30,7 +30,7 @@ from training_run import run_config
 
 from llmb.config.model import Model, MoEConfig
 from llmb.config.native.llama_layer_shapes import has_llama_layers
-from llmb.config.offload_plan import UPDATES, Plan
+from llmb.config.offload_plan import UPDATES, Plan, PlanConstraints
 from llmb.config.serialization import to_plain
 from llmb.config.spec import OutOfCore, Profile
 from llmb.events import RunEnded, StepDone, read
@@ -41,7 +41,6 @@ from llmb.offload.trainer import Trainer
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import H200
-from llmb.perfmodel.offload.plan_candidate import PlanConstraints
 from llmb.perfmodel.offload.plan_search import best_plan
 from llmb.perfmodel.offload.stream_timeline import read_timeline
 from llmb.runtime.synthetic_tokens import synthetic_tokens

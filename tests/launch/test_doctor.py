@@ -62,7 +62,7 @@ def test_gpu_at_its_power_limit_is_healthy():
 def test_gpus_without_a_driver_are_a_problem_and_no_gpus_are_not():
     nothing = machine(None)
     assert not has_problem(judge(nothing).findings)
-    on_bus = replace(nothing, host=replace(nothing.host, gpu_numa={"0000:1b:00.0": 0}), smi=False)
+    on_bus = replace(nothing, host=replace(nothing.host, gpu_numa={"0000:1b:00.0": 0}))
     assert lines(judge(on_bus), "GPUs") == [
         ("problem", "1 NVIDIA GPUs on the PCI bus, but nvidia-smi is not installed")
     ]

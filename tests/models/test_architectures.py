@@ -1,4 +1,4 @@
-"""What holds for networks of every architecture: causality, initial weights, tensors, rejected fields."""
+"""Properties of networks of every architecture: causality, initial weights, tensors, rejected fields."""
 
 import math
 from collections import Counter

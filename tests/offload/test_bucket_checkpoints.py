@@ -29,26 +29,21 @@ MODEL = llama_model(name="small", vocab=96)
 PLAN = replace(
     LEAST, dtype="bf16", seqlen=32, gbs=4, chunk_tokens=16, groups_per_round=2, update_at="forward", levels="F" * 8
 )
-NUMBERS = 1024  # of a unit here
-
-
+NUMBERS = 1024  # of a bucket here
 WORK = OutOfCore(seqlen=32, host_gib=1.0, device_gib=1.0, steps=10, checkpoint_every=2, lr=1e-3, lr_warmup_steps=0)
 FACTS = checkpoint_identity(MODEL, PLAN, WORK, None)
 
 
-def unit_of(update: str, seed: int) -> dict[str, Tensor]:
-    """The pieces of a unit as a run has them: views into one slab of bytes."""
-    wide = (torch.float32, 4) if update == "master" else (torch.bfloat16, 2)
-    kinds = {"param": (torch.bfloat16, 2), "low": (torch.int16, 2), "m": wide, "v": wide}
-    if update != "master":
-        del kinds["low"]
-    slab = torch.zeros(sum(size for _, size in kinds.values()) * NUMBERS, dtype=torch.uint8)
-    actual, first = {}, 0
-    for name, (dtype, size) in kinds.items():
-        actual[name] = slab[first : first + size * NUMBERS].view(dtype)
-        first += size * NUMBERS
-    actual["param"].normal_(generator=torch.Generator().manual_seed(seed))
-    return actual
+def bucket_tensors() -> dict[str, Tensor]:
+    """Weights and state of a bucket as a run has them with split master weights: views into one buffer of bytes."""
+    dtypes = {"param": torch.bfloat16, "low": torch.int16, "m": torch.float32, "v": torch.float32}
+    buffer = torch.zeros(sum(dtype.itemsize for dtype in dtypes.values()) * NUMBERS, dtype=torch.uint8)
+    tensors, first = {}, 0
+    for name, dtype in dtypes.items():
+        end = first + dtype.itemsize * NUMBERS
+        tensors[name], first = buffer[first:end].view(dtype), end
+    tensors["param"].normal_(generator=torch.Generator().manual_seed(0))
+    return tensors
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:
@@ -110,7 +105,7 @@ def test_incompatible_checkpoint_is_refused_in_one_line(tmp_path: Path, changes:
         return TokenFile(tmp_path / f"tokens{tokens}")
 
     created: dict[str, Any] = {"model": MODEL, "plan": PLAN, "workload": WORK, "data": data(200)}
-    save(tmp_path, 2, [(0, unit_of("master", 0))], checkpoint_identity(**created))
+    save(tmp_path, 2, [(0, bucket_tensors())], checkpoint_identity(**created))
     now = created | changes | ({"data": data(changes["data"])} if "data" in changes else {})
     with pytest.raises(ConfigError) as error:
         resume_point(replace(now["workload"], resume=str(tmp_path)), tmp_path / "next", checkpoint_identity(**now))
@@ -119,7 +114,7 @@ def test_incompatible_checkpoint_is_refused_in_one_line(tmp_path: Path, changes:
 
 
 def test_run_resumes_with_another_plan_and_learning_rate(tmp_path: Path) -> None:
-    save(tmp_path, 2, [(0, unit_of("master", 0))], FACTS)
+    save(tmp_path, 2, [(0, bucket_tensors())], FACTS)
     second = replace(PLAN, chunk_tokens=32, groups_per_round=4, resident_params=3, levels="I" * 8, update_at="backward")
     work = replace(WORK, lr=1e-4, lr_warmup_steps=5, resume=str(tmp_path))
     identity = checkpoint_identity(MODEL, second, work, None)
@@ -134,7 +129,7 @@ def test_run_resumes_with_another_plan_and_learning_rate(tmp_path: Path) -> None
 
 
 def test_full_disk_is_one_line_and_spares_older_checkpoints(tmp_path: Path) -> None:
-    save(tmp_path, 2, enumerate([unit_of("master", 0)]), FACTS)
+    save(tmp_path, 2, enumerate([bucket_tensors()]), FACTS)
 
     def buckets() -> Iterator[tuple[int, dict[str, Tensor]]]:
         yield 0, {"param": torch.zeros(5_000_000)}
@@ -150,17 +145,17 @@ def test_full_disk_is_one_line_and_spares_older_checkpoints(tmp_path: Path) -> N
     folder = tmp_path / "checkpoints"
     assert str(error.value) == f"cannot write checkpoint {folder / 'step_4'}: File too large after 0.02 GB of it"
     assert [path.name for path in folder.iterdir()] == ["step_2"]
-    assert bits(load(latest_checkpoint(tmp_path), 0)) == bits(unit_of("master", 0))
+    assert bits(load(latest_checkpoint(tmp_path), 0)) == bits(bucket_tensors())
 
 
 def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("mine")
     with pytest.raises(LaunchError, match=r"cannot write checkpoint .*step_4: (Not a directory|File exists) after 0"):
-        save(tmp_path, 4, [(0, unit_of("master", 0))], FACTS)
+        save(tmp_path, 4, [(0, bucket_tensors())], FACTS)
 
 
 def test_damaged_or_missing_bucket_is_named(tmp_path: Path) -> None:
-    save(tmp_path, 2, [(0, unit_of("master", 0))], FACTS)
+    save(tmp_path, 2, [(0, bucket_tensors())], FACTS)
     path = latest_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match=r"resume: cannot read checkpoint .*unit_0001.safetensors: No such file"):
         load(path, 1)

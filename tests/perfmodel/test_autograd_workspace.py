@@ -10,6 +10,7 @@ import torch
 from llama_plans import LLAMA_8B, plan_of
 
 from llmb.config.model import Model, MoEConfig
+from llmb.config.offload_plan import PlanConstraints
 from llmb.models.autograd_layer import AutogradLayer
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues
 from llmb.ops import dispatch
@@ -20,7 +21,6 @@ from llmb.perfmodel.offload.buffers import buffer_bytes
 from llmb.perfmodel.offload.layer_params import layer_param_shapes
 from llmb.perfmodel.offload.layer_work import layer_work
 from llmb.perfmodel.offload.machine_rates import H200
-from llmb.perfmodel.offload.plan_candidate import PlanConstraints
 from llmb.perfmodel.offload.plan_search import best_plan
 from llmb.perfmodel.offload.workspace import workspace_bytes
 from llmb.train.dry_run.dispatch_watch import DispatchWatch

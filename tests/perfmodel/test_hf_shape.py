@@ -1,4 +1,4 @@
-"""What the step time depends on in config.json beyond sizes: prediction layers, latent experts, windows, biases."""
+"""Fields of config.json beyond sizes that change the step time: prediction layers, latent experts, windows, biases."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What machines sustain: known for GPUs in the table, read from what the probe left, refused where it is damaged."""
+"""Rates that machines sustain: of GPUs in the table, of a probe's record, of a damaged one, which is refused."""
 
 from dataclasses import replace
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from llama_plans import LLAMA_1B, LLAMA_8B, plan_of
 
+from llmb.config.offload_plan import PlanConstraints
 from llmb.ops.gemm.cublas_lt import supports
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import H200
-from llmb.perfmodel.offload.plan_candidate import PlanConstraints
 from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES, MIN_SPARE_BYTES, device_bytes
 from llmb.perfmodel.offload.plan_search import best_plan
 from llmb.perfmodel.offload.workspace import head_temporary_bytes, workspace_bytes

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_plans import LLAMA_8B, SHORT, TINY
 
+from llmb.config.offload_plan import PlanConstraints
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.machine_rates import H200, NOMINAL_CPU, known_rates
-from llmb.perfmodel.offload.plan_candidate import PlanConstraints
 from llmb.perfmodel.offload.plan_search import best_plan as uncached_best_plan
 
 CONSTRAINTS = PlanConstraints(dtype="bf16", seqlen=8192, host_gib=60, device_gib=24)

@@ -25,7 +25,7 @@ Slot = tuple[str, str, int]  # device or host, kind, index
 
 
 class Replay:
-    """What is where, and who has read or written it since."""
+    """Contents of buffers and host slots, and who has read or written them since."""
 
     def __init__(self, model: Model, residency: Residency):
         self.version: dict[BufferKey, int] = {}

@@ -1,10 +1,10 @@
-"""How few places to keep activations are shared out."""
+"""Assignment of save levels where there is capacity for few activations."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.perfmodel.offload.save_levels import save_levels
+from llmb.perfmodel.offload.plan_candidate import save_levels
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Lanes as a plausible engine would leave them: copies run ahead of compute, compute waits where they are late."""
+"""Stream timelines of a plausible engine: copies run ahead of compute, compute waits where they are late."""
 
 from dataclasses import dataclass, field
 
@@ -7,15 +7,14 @@ from llmb.perfmodel.offload.stream_timeline import MemoryUse, Phase, StreamName,
 
 @dataclass
 class Engine:
-    """Plays steps of training: weights and activations come and go over a link while layers compute."""
+    """Simulated steps of training: weights and activations cross a link in both directions while layers compute."""
 
     layers: int = 8
     chunks: int = 2
     rounds: int = 2
     resident: int = 3  # layers whose weights and activations stay on the device
     recomputed: int = 2  # layers, the first ones, of which not everything is saved
-    forward_s: float = 0.010  # of one chunk, times 1 + growth x chunk
-    growth: float = 0.0
+    forward_s: float = 0.010  # of one chunk
     weight_bytes: int = 400_000_000
     saved_bytes: int = 500_000_000
     link_gbs: float = 50.0
@@ -69,9 +68,10 @@ class Engine:
                     "inbound", "param", self.weight_bytes, begin, "forward", layer=ahead, **here
                 )
             for chunk in range(self.chunks):
-                seconds = self.forward_s * (1 + self.growth * chunk)
                 place = {"layer": layer, "chunk": chunk, "group": 0, **here}
-                done = self.work("compute", "forward", seconds, self.ready.get(("param", layer), 0), "forward", **place)
+                done = self.work(
+                    "compute", "forward", self.forward_s, self.ready.get(("param", layer), 0), "forward", **place
+                )
                 if layer < self.layers - self.resident:
                     part = self.saved_bytes // (3 if layer < self.recomputed else 1)
                     name = "attn" if layer < self.recomputed else "rest"
@@ -99,10 +99,9 @@ class Engine:
                     "inbound", name, part, begin, "backward", **{**place, "layer": lower}
                 )
             needed = max(self.ready.get(("param", layer), 0), self.ready.get(("saved", layer, chunk), 0))
-            seconds = self.forward_s * (1 + self.growth * chunk)
             if layer < self.recomputed:
-                self.work("compute", "recompute", 0.6 * seconds, needed, "backward", **place)
-            self.work("compute", "backward", 2.1 * seconds, needed, "backward", **place)
+                self.work("compute", "recompute", 0.6 * self.forward_s, needed, "backward", **place)
+            self.work("compute", "backward", 2.1 * self.forward_s, needed, "backward", **place)
         self.copy("outbound", "grad", self.weight_bytes, self.free["compute"], "backward", layer=layer, **here)
 
     def update(self, step: int) -> None:
@@ -116,21 +115,3 @@ class Engine:
 def small(source: str = "measured", **more) -> StreamTimeline:
     """2 steps of 2 rounds of 8 layers of 2 chunks."""
     return Engine(**more).streams(2, source)
-
-
-def long_sequences(source: str = "measured", speed: float = 1.0) -> StreamTimeline:
-    """As 8B at 64k: 5 rounds of 32 layers of 4 chunks that grow with their context."""
-    engine = Engine(
-        layers=32, chunks=4, rounds=5, resident=9, recomputed=8, growth=0.5, forward_s=0.0148 / speed,
-        weight_bytes=436_000_000, saved_bytes=1_500_000_000, link_gbs=52.0,
-    )  # fmt: skip
-    return engine.streams(3, source)
-
-
-def many_rounds(source: str = "measured") -> StreamTimeline:
-    """As 8B at 8k: 34 rounds of 32 layers of one chunk each, the link under pressure."""
-    engine = Engine(
-        layers=32, chunks=1, rounds=34, resident=4, recomputed=28, forward_s=0.0136,
-        weight_bytes=436_000_000, saved_bytes=1_000_000_000, link_gbs=50.0,
-    )  # fmt: skip
-    return engine.streams(3, source)

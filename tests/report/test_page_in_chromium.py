@@ -56,9 +56,9 @@ PAGES = {
 def test_a_page_draws_all_charts_at_every_width(browser, recipes, tmp_path, name):
     page = tmp_path / "page.html"
     page.write_text(PAGES[name](recipes))
-    visit = browser.open(page, width=WIDTHS[0])
-    assert visit.problems == []
-    assert visit.requests == []
+    page_load = browser.open(page, width=WIDTHS[0])
+    assert page_load.problems == []
+    assert page_load.requests == []
     assert browser.evaluate("document.title") != "owned"
     assert int(browser.evaluate("document.documentElement.dataset.charts")) >= 4
     assert browser.evaluate(WITHOUT_DATA) == []
@@ -67,7 +67,7 @@ def test_a_page_draws_all_charts_at_every_width(browser, recipes, tmp_path, name
         browser.resize(width)
         assert browser.evaluate(CUT_OFF) <= 0, width
         assert browser.evaluate(OUTSIDE) == [], width
-    assert browser.visit.problems == []
+    assert browser.page_load.problems == []
 
 
 def test_charts_follow_a_change_to_dark(browser, recipes, tmp_path):
@@ -78,7 +78,7 @@ def test_charts_follow_a_change_to_dark(browser, recipes, tmp_path):
     assert browser.evaluate(ink) == "#1c2330"
     browser.prefer("dark")
     assert browser.evaluate(f"new Promise(done => setTimeout(() => done({ink}), 200))") == "#e8ebf0"
-    assert browser.visit.problems == []
+    assert browser.page_load.problems == []
 
 
 def test_tables_and_samples_copy_as_tab_separated_text(browser, recipes, tmp_path):

@@ -22,7 +22,7 @@ BAR = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)(?:v([\d.]+)|V([\d.]+))h-([\d.]+)z
 
 
 def drawn(streams, predicted=None):
-    """Every picture of some lanes, as trees."""
+    """Every picture of a stream timeline, as trees."""
     timeline = Timeline.of(streams)
     second = None if predicted is None else Timeline.of(predicted)
     foreseen = {view.name: (second, view) for view in views(second)} if second else {}

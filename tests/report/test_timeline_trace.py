@@ -1,4 +1,4 @@
-"""The Chrome trace: it loads, its slices nest, its lanes hold every stretch, its counters agree with the lanes."""
+"""The Chrome trace: it loads, its slices nest, its tracks hold every interval, its counters agree with the timeline."""
 
 import gzip
 import json

@@ -90,7 +90,7 @@ def busy(rank, busy_s):
 
 
 def slow_ranks(config, *seconds):
-    """What is said about slow ranks when each rank has this much work of its own in a step of a second."""
+    """Warnings about slow ranks when each rank works this long in a step of a second."""
     started = [RunStarted(time=1.0, rank=rank, host=f"node{rank // 2}") for rank in range(len(seconds))]
     done = [event for rank, own_seconds in enumerate(seconds) for event in busy(rank, own_seconds)]
     return [warning.text for warning in derive(config, [*started, *done, OK]).warnings if warning.code == "SLOW_RANK"]

@@ -118,10 +118,10 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
 
 
 def test_lags_between_known_percentiles():
-    lag = {"p50": 1.0, "p99": 50.0}
-    assert load_metrics.lag_quantile(lag, 0.25) == 0.5
-    assert load_metrics.lag_quantile(lag, 0.999) == 50.0
-    assert load_metrics.lag_quantile({}, 0.5) == 0.0
+    points = load_metrics.lag_points({"p50": 1.0, "p99": 50.0})
+    assert load_metrics.interpolate_lag(points, 0.25) == 0.5
+    assert load_metrics.interpolate_lag(points, 0.999) == 50.0
+    assert load_metrics.interpolate_lag(load_metrics.lag_points({}), 0.5) == 0.0
 
 
 def test_slo_texts():
@@ -145,5 +145,4 @@ def test_cost_and_energy_of_a_million_tokens():
 
 def test_percentiles_of_lags_with_odd_names_are_left_out():
     lags = {"p50": 1.0, "p²": 5.0, "p": 5.0, "p101": 5.0, "p0": 5.0, "mean": 5.0, "p99": 2.0}
-    assert load_metrics.lag_quantile(lags, 0.5) == 1.0
-    assert load_metrics.lag_quantile(lags, 1.0) == 2.0
+    assert load_metrics.lag_points(lags) == [(0.0, 0.0), (0.5, 1.0), (0.99, 2.0)]

@@ -1,4 +1,4 @@
-"""How a run ended, told from evidence, for every format; recognition of formats; logs cut anywhere."""
+"""End of a run, derived from evidence, for every format; recognition of formats; logs cut anywhere."""
 
 from pathlib import Path
 

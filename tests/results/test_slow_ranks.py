@@ -36,7 +36,7 @@ def config(gpus: int, steps: int = STEPS) -> RunConfig:
 
 
 def events(work, ranks_per_host=2):
-    """What ranks record whose own work in step n is work[rank](n) seconds; the slowest makes the step."""
+    """Events of ranks whose own work in step n is work[rank](n) seconds; the slowest makes the step."""
     actual = [RunStarted(time=1.0, rank=rank, host=f"n{rank // ranks_per_host}") for rank in range(len(work))]
     for step in range(1, STEPS + 1):
         busy_times = [seconds(step) for seconds in work]

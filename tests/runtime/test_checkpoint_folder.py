@@ -1,4 +1,4 @@
-"""What a resume compares: fields that a checkpoint's version did not know have their defaults, tuples are lists."""
+"""Comparison at a resume: fields that a checkpoint's version did not know have their defaults, tuples are lists."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -19,8 +19,9 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
+from config_changes import changed
 from small_models import llama_model
-from small_serving import CONFIG, changed
+from small_serving import CONFIG
 
 from llmb.config.model import Model
 from llmb.config.serialization import to_plain

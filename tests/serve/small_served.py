@@ -7,15 +7,17 @@ heard = serve(engine_for(served_model_for(config_of(LLAMA, folder)), blocks=9, m
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from config_changes import changed
 from hypothesis import event
 from hypothesis import strategies as st
+from output_collector import OutputCollector
 from small_models import (
     deepseek_model,
     gpt_oss_model,
@@ -25,7 +27,7 @@ from small_models import (
     nemotron_h_model,
     qwen3_moe_model,
 )
-from small_serving import CONFIG, changed
+from small_serving import CONFIG
 from step_inputs import step_inputs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -44,7 +46,7 @@ from llmb.serve.input_staging import InputStaging, StepBuffer
 from llmb.serve.layers.served_model import ServedModel, build_served_model
 from llmb.serve.model_runner import TorchModelRunner
 from llmb.serve.rank_groups import RankGroups
-from llmb.serve.request import Request, RequestOutput
+from llmb.serve.request import Request
 from llmb.serve.step_batch import StepBatch
 from llmb.serve.step_graphs import GraphSize, StepOutput, batch_size, padded_inputs, padded_sizes
 
@@ -255,31 +257,6 @@ def logits_of(served_model: ServedModel, tokens: list[int], starts: Sequence[int
 
 
 # -- driving the engine
-
-
-@dataclass
-class OutputCollector:
-    """Collects what the callbacks receive."""
-
-    streamed: dict[int, list[int]] = field(default_factory=dict)
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
-
-    def listen(self, request: Request) -> Request:
-        self.streamed[request.request_id] = []
-        return replace(request, on_token=self.token, on_end=self.end)
-
-    def token(self, number: int, token: int) -> None:
-        assert number not in self.outputs, "a token after the end"
-        self.streamed[number].append(token)
-
-    def end(self, output: RequestOutput) -> None:
-        assert output.request_id not in self.outputs, "ended twice"
-        assert list(output.token_ids) == self.streamed[output.request_id]
-        self.outputs[output.request_id] = output
-
-    def tokens(self) -> list[tuple[int, ...]]:
-        """Return the output tokens in order of request ids."""
-        return [self.outputs[number].token_ids for number in sorted(self.outputs)]
 
 
 def serve(

@@ -1,10 +1,11 @@
-"""A small serving run, with any field changed, and its event files."""
+"""A small serving run and its event files."""
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config_changes import changed
 from small_models import llama_model
 
 from llmb.config.serialization import to_plain
@@ -35,18 +36,6 @@ CONFIG = RunConfig(
         block_tokens=16,
     ),
 )
-
-
-def changed(config: RunConfig, **changes: Any) -> RunConfig:
-    """Return the configuration with fields of any section changed; names are unique across sections."""
-    for section in ("model", "machine", "parallel", "precision", "workload", "profile"):
-        section_config = getattr(config, section)
-        section_changes = {
-            name: value for name, value in changes.items() if name in {f.name for f in fields(section_config)}
-        }
-        config = replace(config, **{section: replace(section_config, **section_changes)})
-        changes = {name: value for name, value in changes.items() if name not in section_changes}
-    return replace(config, **changes)
 
 
 @dataclass

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from live_server import MODEL, LiveServer, server_config
-from small_served import SINGLE_RANK_INFO, OutputCollector, logits_of, served_model_for
+from output_collector import OutputCollector
+from small_served import SINGLE_RANK_INFO, logits_of, served_model_for
 
 from llmb.serve.engine_builder import build_engine
 from llmb.serve.http.chunk_format import token_name

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 from live_server import MODEL, LiveServer, server_config, write_config
+from output_collector import OutputCollector
 from small_models import deepseek_model
-from small_served import SINGLE_RANK_INFO, OutputCollector
+from small_served import SINGLE_RANK_INFO
 from test_http_lifecycle import LONG, children, connect, read_all, running, wait_for
 
 from llmb.serve.engine_builder import build_engine

@@ -1,4 +1,4 @@
-"""What a run says of experts whose shards cannot be quantized."""
+"""Notes of a run on experts whose shards cannot be quantized."""
 
 from dataclasses import replace
 

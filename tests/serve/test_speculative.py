@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+from output_collector import OutputCollector
 from small_served import (
     LLAMA,
     MAX_OUTPUT,
     MAX_SEQ_LEN,
     SINGLE_RANK_INFO,
     EagerReplays,
-    OutputCollector,
     config_of,
     prompts_for,
     serve,

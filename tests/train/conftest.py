@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_config import CONFIG, changed
+from config_changes import changed
+from small_config import CONFIG
 
 from llmb.config.serialization import to_plain
 from llmb.events import RunEnded, RunStarted, StepDone, read

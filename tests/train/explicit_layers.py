@@ -8,8 +8,9 @@ full_result([result, ...], Parallel(tp=2, cp=2))        # of all ranks
 from dataclasses import dataclass
 
 import torch
+from config_changes import changed
 from sharded_network import Box, own_gradients
-from small_config import CONFIG, changed
+from small_config import CONFIG
 from torch import Tensor
 
 from llmb.config.model import Model

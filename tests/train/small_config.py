@@ -1,7 +1,4 @@
-"""Small training configuration, and a helper to change its fields."""
-
-from dataclasses import fields, replace
-from typing import Any
+"""Small training configuration."""
 
 from small_models import llama_model
 
@@ -17,15 +14,3 @@ CONFIG = RunConfig(
     precision=Precision(dtype="fp32"),
     workload=Training(seqlen=32, mbs=4, gbs=4, ga=1, steps=4, window=(3, 4), lr=1e-2),
 )
-
-
-def changed(config: RunConfig, **changes: Any) -> RunConfig:
-    """Return the configuration with fields of any section changed; `window` is that of the steps, not of attention."""
-    for section in ("workload", "model", "machine", "parallel", "precision", "profile"):
-        section_config = getattr(config, section)
-        section_changes = {
-            name: value for name, value in changes.items() if name in {f.name for f in fields(section_config)}
-        }
-        config = replace(config, **{section: replace(section_config, **section_changes)})
-        changes = {name: value for name, value in changes.items() if name not in section_changes}
-    return replace(config, **changes)

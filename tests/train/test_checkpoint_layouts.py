@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import training_ranks
+from config_changes import changed
 from nightly_cases import by_turns
-from small_config import changed
 from small_models import SMALL_MODELS
 from training_ranks import build_job, full_tensors, layout_config, on_ranks
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_config import CONFIG, changed
+from config_changes import changed
+from small_config import CONFIG
 from small_models import SMALL_MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import on_ranks, trained

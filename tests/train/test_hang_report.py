@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from small_config import CONFIG, changed
+from config_changes import changed
+from small_config import CONFIG
 from training_ranks import on_ranks
 
 from llmb.events import HANG_REPORT_SIGNAL, HangReport, StepDone, read

@@ -8,8 +8,9 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from config_changes import changed
 from forked_starts import start_ranks
-from small_config import CONFIG, changed
+from small_config import CONFIG
 from small_models import SMALL_MODELS, llama_model
 
 from llmb.config.faults.fault_file import draw_faults, with_faults

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from config_changes import changed
 from nightly_cases import by_turns
 from sharded_network import shard
-from small_config import CONFIG, changed
+from small_config import CONFIG
 from small_models import SMALL_MODELS, llama_model
 from torch import nn
 from training_ranks import on_ranks

@@ -170,7 +170,8 @@ def test_recipe_layouts_keep_their_dimensions() -> None:
 def test_documentation_lists_the_tested_layouts() -> None:
     inside = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0]
     rows = [line.strip("| ").split(" | ") for line in inside.splitlines() if line.startswith("|")]
-    assert [row[:5] for row in rows[2:]] == [_cells(case) for case in CASES]
+    assert rows[0][4:] == [*TOLERANCE]
+    assert [row[:4] for row in rows[2:]] == [_cells(case) for case in RECIPES]
 
 
 def distances(case: Case) -> Distances:
@@ -180,7 +181,11 @@ def distances(case: Case) -> Distances:
 
 def _cells(case: Case) -> list[str]:
     ranks = str(case.parallel.world_size)
-    return [case.architecture, case.stands_for, case.layout, ranks, case.dtype]
+    return [case.architecture, case.stands_for, case.layout, ranks]
+
+
+def _numbers(values: Distances) -> str:
+    return " ".join(f"{value:.0e}" for value in values)
 
 
 def _line(cells: list[str]) -> str:
@@ -189,17 +194,20 @@ def _line(cells: list[str]) -> str:
 
 def section(results: dict[Case, Distances]) -> str:
     """Return the results as a section of the documentation."""
-    heading = ["architecture", "the layout of", "scaled down to", "ranks", "dtype", "loss", "norm", "weights"]
-    bounds = "; ".join(f"{dtype} {', '.join(f'{value:.0e}' for value in each)}" for dtype, each in TOLERANCE.items())
+    heading = ["architecture", "the layout of", "scaled down to", "ranks", *TOLERANCE]
+    bounds = "; ".join(f"{dtype} {_numbers(each)}" for dtype, each in TOLERANCE.items())
     return "\n".join(
         [
-            "The last three columns are the largest relative differences of a loss, of a gradient norm and of a weight",
-            f"tensor; they must be less than: {bounds}.",
+            "Under each dtype: the largest relative differences of a loss, of a gradient norm and of a weight tensor;",
+            f"they must be less than {bounds}.",
             "`PYTHONPATH=tests python tests/train/test_parallel_layouts.py --write` writes this section.",
             "",
             _line(heading),
             _line(["---"] * len(heading)),
-            *(_line([*_cells(case), *(f"{value:.0e}" for value in each)]) for case, each in results.items()),
+            *(
+                _line([*_cells(case), *(_numbers(results[replace(case, dtype=dtype)]) for dtype in TOLERANCE)])
+                for case in RECIPES
+            ),
         ]
     )
 
@@ -213,8 +221,7 @@ def write() -> None:
     for case in CASES:
         start = time.monotonic()
         results[case] = distances(case)
-        numbers = " ".join(f"{value:.0e}" for value in results[case])
-        print(f"{case}: {numbers}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        print(f"{case}: {_numbers(results[case])}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         if any(value >= bound for value, bound in zip(results[case], TOLERANCE[case.dtype], strict=True)):
             raise SystemExit("nothing is written: this is too far from one process")
     before, tail = DOCUMENT.read_text().split(BEGIN)

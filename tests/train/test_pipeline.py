@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_config import CONFIG, changed
+from config_changes import changed
+from small_config import CONFIG
 from small_models import SMALL_MODELS
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef

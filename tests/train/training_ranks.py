@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from config_changes import changed
 from forked_ranks import on_ranks
-from small_config import CONFIG, changed
+from small_config import CONFIG
 from torch import Tensor
 
 from llmb.config.model import Model

@@ -45,9 +45,6 @@ class Manifest:
     runs: tuple[ArchivedRun, ...]
     files: tuple[ArchivedFile, ...]
 
-    def files_of(self, run: ArchivedRun) -> list[ArchivedFile]:
-        return [file for file in self.files if file.path.startswith(f"{run.path}/")]
-
 
 def check_name(path: str) -> None:
     """Refuse a path that could escape its run folder, or that is not in a run folder."""

@@ -18,7 +18,7 @@ class DiskFacts:
     writable: bool = False  # the folder, or the first of its parents that exists
 
 
-def disk_facts(folder: Path, mounts: Path = MOUNTS) -> DiskFacts:
+def disk_facts(folder: Path) -> DiskFacts:
     """Return the facts of a folder that need not exist yet."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
     try:
@@ -27,7 +27,7 @@ def disk_facts(folder: Path, mounts: Path = MOUNTS) -> DiskFacts:
         return DiskFacts(path=str(folder))
     return DiskFacts(
         path=str(folder),
-        filesystem=filesystem_of(existing.resolve(), mounts),
+        filesystem=filesystem_of(existing.resolve()),
         free_bytes=status.f_bavail * status.f_frsize,
         total_bytes=status.f_blocks * status.f_frsize,
         writable=existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),

@@ -1,7 +1,7 @@
 """All facts that doctor looks at, of one machine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmb.formats.nvidia_smi import NO_PROGRAM, GpuStatus, query_gpus
@@ -19,20 +19,18 @@ class MachineFacts:
     software: SoftwareFacts
     disks: tuple[DiskFacts, ...]  # $LLMB_INSTALL, the cache of Hugging Face
     gpus: tuple[GpuStatus, ...] = ()
-    gpu_error: str | None = None  # what nvidia-smi said when it failed
-    smi: bool = field(default=True)  # nvidia-smi is installed
+    gpu_error: str | None = None  # message of nvidia-smi when it failed; null where it is not installed
 
 
-def machine_facts(environ: Mapping[str, str], root: Path = Path("/")) -> MachineFacts:
+def machine_facts(environ: Mapping[str, str]) -> MachineFacts:
     """Collect the facts of this machine; takes about a second."""
     gpus, error = query_gpus()
     return MachineFacts(
-        host=host_facts(environ, root),
+        host=host_facts(environ),
         software=software_facts(environ),
         disks=tuple(disk_facts(folder) for folder in _folders(environ)),
         gpus=tuple(gpus),
         gpu_error=None if error == NO_PROGRAM else error,
-        smi=error != NO_PROGRAM,
     )
 
 

@@ -27,7 +27,7 @@ DEFAULT = "tensorwise_delayed"
 
 
 class LayerRecipe(NamedTuple):
-    """How a layer quantizes the operands of its GEMMs."""
+    """Quantization of the operands of a layer's GEMMs."""
 
     linears: Any  # a subclass of QuantizedLinears: (model, weights, inputs, tp, fp8_fast_accum)
     weights: Any  # a subclass of QuantizedLayerWeights: (layer, weights, scales, buffers)

@@ -96,7 +96,7 @@ class LinearsFactory(Protocol[Weights]):
 
 
 class ResidualLinears:
-    """What linears of any precision do between the residual of a rank's tokens and GEMMs over all tokens."""
+    """Steps of any precision between the residual of a rank's tokens and GEMMs over all tokens."""
 
     gemms: Any
 

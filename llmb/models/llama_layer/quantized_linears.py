@@ -1,4 +1,4 @@
-"""What the linear layers of a Llama layer with fp8 operands do, whatever the scales of these.
+"""Linear layers of a Llama layer with fp8 operands, whatever their scales.
 
     class Fp8Linears(QuantizedLinears[Fp8Tensor]): ...          # one scale per tensor: `fp8_linears.py`
     class ScaledLinears(QuantizedLinears[ScaledFp8]): ...       # per row or per 128 values: `scaled_linears.py`

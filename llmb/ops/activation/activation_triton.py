@@ -51,7 +51,7 @@ def activation_and_grad(x, dy, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_factor(up, ACTIVATION: tl.constexpr):
-    """What the activation is multiplied by: up, clamped and with 1 added in swigluoai."""
+    """Return the factor of the activation: up, clamped and with 1 added in swigluoai."""
     if ACTIVATION == "swigluoai":
         clamped = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         return clamped + 1

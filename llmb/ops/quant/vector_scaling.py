@@ -37,7 +37,7 @@ class RankReductions(NamedTuple):
 
 
 class VectorScaling:
-    """What both recipes share: they have no state."""
+    """Common part of both recipes: they have no state."""
 
     def __init__(self, reductions: RankReductions | None = None):
         self.reductions = reductions or RankReductions()

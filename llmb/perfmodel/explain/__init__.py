@@ -1,1 +1,1 @@
-"""What to expect of a run, and whether measured figures are possible."""
+"""Expected figures of a run, and whether measured ones are possible."""

@@ -63,5 +63,5 @@ def low_elements(lora: Lora) -> int:
 
 def adapted_elements(model: Model, lora: Lora, saves_activations: bool) -> int:
     """Return the elements per token that adapters add to the peak of forward: a temporary of gate and up."""
-    beside = model.hidden + model.ffn if saves_activations else 2 * model.ffn
-    return beside + low_elements(lora)
+    temporary = model.hidden + model.ffn if saves_activations else 2 * model.ffn
+    return temporary + low_elements(lora)

@@ -14,47 +14,24 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from llmb.config.model import Model
 from llmb.config.native.llama_layer_shapes import has_llama_layers
-from llmb.config.offload_plan import ATTENTION, INPUT, Lora, Plan, Update
+from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Plan, PlanConstraints
 from llmb.perfmodel.hardware import GIB
-from llmb.perfmodel.offload.buffers import BUCKET_KINDS, ParamBuckets, buffer_bytes, bytes_on_disk
+from llmb.perfmodel.offload.buffers import BUCKET_KINDS, bytes_on_disk
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.plan_memory import device_bytes, disk_buckets, disk_bytes, host_bytes, staging_bytes
-from llmb.perfmodel.offload.save_levels import save_levels
+from llmb.perfmodel.offload.shape_costs import (
+    LOSS_TOKENS,
+    MIN_STATE_BUFFERS,
+    ShapeCosts,
+    StepShape,
+    plan_without_slots,
+    shape_costs,
+)
 from llmb.perfmodel.offload.simulator import SimulationResult, simulate
-from llmb.perfmodel.offload.step_tasks import round_chunks
-from llmb.perfmodel.offload.task_durations import TaskDurations
-
-MIN_STATE_BUFFERS = 2  # one in use, one being filled or copied out
-FIXED_KINDS = ("dstream", "dkv", "workspace", "inputs", "context", "adapters")
-LOSS_TOKENS = (2048, 4096, 8192)  # tokens per loss chunk: larger ones accumulate into the head's gradient less often
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConstraints:
-    """Choices that the user fixed; None: the planner chooses."""
-
-    dtype: Literal["fp32", "bf16", "fp8"]
-    fp8_recipe: Literal["tensorwise_delayed", "rowwise", "blockwise"] | None = None  # none: no fp8, or the first
-    seqlen: int
-    host_gib: float
-    device_gib: float
-    disk_gib: float = 0.0  # 0: no disk
-    update: Update = "stochastic"
-    clip: float | None = None
-    gbs: int | None = None
-    chunk_tokens: int | None = None
-    seqs_per_round: int | None = None
-    resident_params: int | None = None
-    resident_grads: int | None = None
-    resident_states: int | None = None
-    activation_slots: int | None = None  # fully saved (layer, chunk)s that stay on the device
-    full_saves: int | None = None  # of those on the host
-    attention_saves: int | None = None
-    lora: Lora | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,56 +43,6 @@ class PlanResult:
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
     disk_bytes: dict[str, int]
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """Division of a step's tokens."""
-
-    gbs: int
-    chunk_tokens: int
-    seqs_per_group: int
-    groups_per_round: int
-
-
-@dataclass(frozen=True)
-class ShapeCosts:
-    """Bytes and seconds that all candidates of a shape have in common."""
-
-    buckets: ParamBuckets
-    sizes: dict[str, int]  # of a buffer, by kind
-    fixed_bytes: int  # bytes on the device besides buckets and slots
-    update_s: float  # of all buckets, or adapters
-    round_s: float  # forward and backward without recomputation
-    recompute_attention_s: float  # mean recomputation of a (layer, chunk) that saves its attention
-    recompute_input_s: float  # and of one that does not
-
-
-def shape_costs(
-    model: Model, constraints: PlanConstraints, shape: StepShape, rates: Rates, loss_tokens: int = LOSS_TOKENS[0]
-) -> ShapeCosts:
-    """Return the costs of a shape."""
-    buckets = ParamBuckets(model)
-    plan = _plan_without_slots(buckets, constraints, shape, (0, 0, 0), loss_tokens)
-    durations, chunks = TaskDurations(model, plan, rates), round_chunks(plan, 0)
-
-    def mean(level: str) -> float:
-        return sum(durations.seconds_of(durations.recompute(chunk, level)) for chunk in chunks) / len(chunks)
-
-    forward_backward_s = sum(
-        durations.seconds_of(durations.forward(chunk) + durations.backward(chunk)) for chunk in chunks
-    )
-    head_s = sum(durations.seconds_of(durations.head(chunk)) for chunk in chunks)
-    usage = device_bytes(model, plan, rates.gpu)
-    return ShapeCosts(
-        buckets=buckets,
-        sizes=buffer_bytes(model, plan),
-        fixed_bytes=sum(usage.get(kind, 0) for kind in FIXED_KINDS),
-        update_s=durations.seconds_of(durations.update) * (buckets.count if plan.lora is None else 1),
-        round_s=model.layers * forward_backward_s + head_s,
-        recompute_attention_s=mean(ATTENTION),
-        recompute_input_s=mean(INPUT),
-    )
 
 
 class SaveCounts(NamedTuple):
@@ -163,16 +90,16 @@ class PlanCandidate:
         assert self.saves is not None
         plan, sizes, saves, costs = self._plan_without_slots, self._sizes, self.saves, self.costs
         buckets = costs.buckets
-        away = self._all - saves.whole - saves.light  # (layer, chunk)s whose activations are on the host
-        recomputed = away - saves.full_on_host - saves.attention_on_host
+        host_count = self._all - saves.whole - saves.light  # (layer, chunk)s whose activations are on the host
+        recomputed = host_count - saves.full_on_host - saves.attention_on_host
         compute = costs.update_s + plan.rounds * (
             costs.round_s
             + (saves.light + saves.attention_on_host) * costs.recompute_attention_s
             + recomputed * costs.recompute_input_s
         )
         on_host = (
-            away * (sizes["inp"] + sizes["kv"] / plan.chunks_per_group)
-            + (away - recomputed) * sizes["attn"]
+            host_count * (sizes["inp"] + sizes["kv"] / plan.chunks_per_group)
+            + (host_count - recomputed) * sizes["attn"]
             + saves.full_on_host * sizes["rest"]
         )
         params, grads, states = (buckets.count - count for count in self.resident)
@@ -287,7 +214,7 @@ class PlanCandidate:
 
     @cached_property
     def _plan_without_slots(self) -> Plan:
-        plan = _plan_without_slots(
+        plan = plan_without_slots(
             self.costs.buckets, self.constraints, self.shape, self.resident, self.loss_tokens, self.state_buffers
         )
         states = min(self.spilled, self._moving_states)
@@ -319,7 +246,7 @@ class PlanCandidate:
 
     @cached_property
     def saves(self) -> SaveCounts | None:
-        """As much as both sides have capacity for; none: not even the minimum fits.
+        """The most that both sides have capacity for; none: not even the minimum fits.
 
         Attention before the other activations: it avoids more recomputation per byte. Every byte that stays on the
         device does not cross the link, whatever its kind; full saves stay there first.
@@ -385,38 +312,26 @@ def _ceil(value: float) -> int:
     return -int(-value // 1)
 
 
-def _plan_without_slots(
-    buckets: ParamBuckets,
-    constraints: PlanConstraints,
-    shape: StepShape,
-    resident: tuple[int, int, int],
-    loss_tokens: int,
-    state_buffers: int = MIN_STATE_BUFFERS,
-) -> Plan:
-    """Return the plan without slots and levels."""
-    params, grads, states = resident
-    has_updates = constraints.lora is None  # of buckets
-    return Plan(
-        dtype=constraints.dtype,
-        fp8_recipe=constraints.fp8_recipe,
-        seqlen=constraints.seqlen,
-        gbs=shape.gbs,
-        chunk_tokens=shape.chunk_tokens,
-        seqs_per_group=shape.seqs_per_group,
-        groups_per_round=shape.groups_per_round,
-        loss_tokens=min(shape.chunk_tokens, loss_tokens),
-        update=constraints.update,
-        update_at="backward" if constraints.clip is None or not has_updates else "forward",
-        resident_params=params,
-        resident_grads=grads,
-        resident_states=states,
-        param_blocks=min(buckets.count - params, buckets.vocab_shards + 2),
-        grad_blocks=min(buckets.count - grads, buckets.vocab_shards + 2) if has_updates else 0,
-        state_blocks=min(buckets.count - states, state_buffers) if has_updates else 0,
-        inp_slots=0,
-        kv_slots=0,
-        attn_slots=0,
-        rest_slots=0,
-        levels="",
-        lora=constraints.lora,
-    )
+def save_levels(
+    layers: int, chunks: int, chunks_per_group: int, whole: int, light: int, full: int, attention: int
+) -> str:
+    """Return a letter for each chunk of a round, layer by layer.
+
+    The last `whole` are fully saved on the device, where also the `light` ones before them are, with attention: they
+    stay there longest. Of the others, which are on the host, `full` and `attention` save so much. Those that save
+    everything are spread evenly, to keep the load of the link constant; those that save least are the ones whose
+    attention is cheapest to recompute, the first chunks of a sequence.
+    """
+    on_host = layers * chunks - whole - light
+    full = min(full, on_host)
+    fully_saved = {i for i in range(on_host) if (i + 1) * full // on_host > i * full // on_host} if on_host else set()
+    partly_saved = [i for i in range(on_host) if i not in fully_saved]
+    costliest = sorted(partly_saved, key=lambda i: (-(i % chunks % chunks_per_group), _scattered(i // chunks)))
+    attention_saved = set(costliest[: min(attention, len(partly_saved))])
+    letters = [FULL if i in fully_saved else ATTENTION if i in attention_saved else INPUT for i in range(on_host)]
+    return "".join(letters) + ATTENTION * light + FULL * whole
+
+
+def _scattered(layer: int) -> int:
+    """Order of layers in which any first few lie far apart: their numbers with the bits reversed."""
+    return int(f"{layer:016b}"[::-1], 2)

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from llmb.config.model import Model
+from llmb.config.offload_plan import PlanConstraints
 from llmb.errors import ConfigError
 from llmb.perfmodel.garbage_collection import paused_garbage_collection
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.minimum_budgets import minimum_budgets
-from llmb.perfmodel.offload.plan_candidate import PlanCandidate, PlanConstraints, PlanResult, StepShape, shape_costs
+from llmb.perfmodel.offload.plan_candidate import PlanCandidate, PlanResult
+from llmb.perfmodel.offload.shape_costs import StepShape, shape_costs
 
 STEP_TOKENS = 1 << 19  # default of an optimizer step: usual for models of this size
 ROUND_TOKENS = 1 << 19  # at most, through all layers together
@@ -36,7 +38,7 @@ TASK_BUDGET = 60_000  # tasks simulated in total
 @paused_garbage_collection()
 def best_plan(model: Model, constraints: PlanConstraints, rates: Rates) -> PlanResult:
     """Return the fastest plan that fits, using a disk only if none fits without, or raise one line."""
-    _check(model, constraints)
+    _check(constraints)
     for disk_gib in dict.fromkeys((0.0, constraints.disk_gib)):
         search = _search(model, replace(constraints, disk_gib=disk_gib), rates)
         if search.best:
@@ -151,7 +153,7 @@ def _candidates(
                     ).with_least_on_disk()
 
 
-def _check(model: Model, constraints: PlanConstraints) -> None:
+def _check(constraints: PlanConstraints) -> None:
     for name in ("host_gib", "device_gib"):
         if not getattr(constraints, name) > 0:
             raise ConfigError(f"{name} must be more than 0 GiB, got {getattr(constraints, name):g}")

@@ -12,11 +12,12 @@ from llmb.config.model import Model
 from llmb.config.native.llama_layer_shapes import has_llama_layers
 from llmb.config.native.lora_shapes import lora_of
 from llmb.config.native.outofcore_support import check_outofcore_model
+from llmb.config.offload_plan import PlanConstraints
 from llmb.config.spec import OutOfCore, Prediction
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 from llmb.perfmodel.offload.machine_rates import Rates, nominal_rates
-from llmb.perfmodel.offload.plan_candidate import PlanConstraints, PlanResult
+from llmb.perfmodel.offload.plan_candidate import PlanResult
 from llmb.perfmodel.offload.plan_search import best_plan
 
 DTYPES = ("bf16", "fp8", "fp32")

@@ -1,4 +1,4 @@
-"""What `llmb-run probe` measured on a machine: the rates that plans use, and beside them every figure with its spread.
+"""Record of `llmb-run probe` on a machine: the rates that plans use, and beside them every figure with its spread.
 
     $LLMB_INSTALL/.llmb/rates/h200.json          of the last machine with this GPU that was measured
     $LLMB_INSTALL/.llmb/rates/h200@n1.json       of the machine n1

@@ -1,4 +1,4 @@
-"""What would make a run possible of which no layout fits: more GPUs, or GPUs with more memory."""
+"""Remedies for a run of which no layout fits: more GPUs, or GPUs with more memory."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-LEVELS = ("ok", "warning", "problem")
-
 
 class Line(Protocol):
     """One finding."""

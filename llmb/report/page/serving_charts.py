@@ -133,7 +133,7 @@ def _over_time(record: RunRecord, done: TimedRequests) -> list[Chart | None]:
         traces=series("output tokens/s", middles, rates, 0),
         layout={"xaxis": axis("s since the start"), "yaxis": axis("tokens/s", rangemode="tozero"), "shapes": shapes},
     )  # fmt: skip
-    return [throughput, _concurrency(record, done, middles, width)]
+    return [throughput, _concurrency(record, done, middles)]
 
 
 def _token_rates(done: Sequence[RequestDone], start: float, width: float, one_by_one: bool) -> list[float]:
@@ -154,7 +154,7 @@ def _bin(time: float, start: float, width: float) -> int:
     return min(TIME_BINS - 1, max(0, int((time - start) / width)))
 
 
-def _concurrency(record: RunRecord, done: TimedRequests, middles: Sequence[float], width: float) -> Chart:
+def _concurrency(record: RunRecord, done: TimedRequests, middles: Sequence[float]) -> Chart:
     """Return the requests in progress at the middle of each bin, and those that wait in the engine's queue."""
     arrivals, ends = sorted(done.arrivals), sorted(done.ends)
     active = [float(bisect_right(arrivals, time) - bisect_right(ends, time)) for time in middles]

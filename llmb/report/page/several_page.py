@@ -36,7 +36,7 @@ SKIPPED = ("samples", "latency_intervals_ms", "warnings", "overrides", "last_lin
 
 @dataclass(frozen=True)
 class _Steps:
-    """What charts show of the steps of a run."""
+    """Steps of a run, as charts show them."""
 
     box: tuple[float | None, ...]  # ms per 1,000 tokens: smallest, quartiles, largest
     losses: Thinned | None  # over the tokens seen

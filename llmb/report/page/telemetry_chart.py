@@ -7,10 +7,10 @@ from llmb.report.page.page_chart import Chart, Trace, axis, horizontal_line, sha
 from llmb.report.page.run_record import RunRecord
 from llmb.report.page.thinning import BINS, MOST_POINTS, thin
 from llmb.report.table import number
-from llmb.results.gpu_telemetry import Span
+from llmb.results.gpu_telemetry import Interval
 
 
-def telemetry_chart(record: RunRecord, span: Span | None = None) -> Chart | None:
+def telemetry_chart(record: RunRecord, interval: Interval | None = None) -> Chart | None:
     """Return the chart of all samples, with the measured steps shaded, or of those that are marked as measured."""
     samples = [s for s in record.of_type(GpuSample) if s.measured is not False]
     samples.sort(key=lambda sample: sample.time)
@@ -20,10 +20,10 @@ def telemetry_chart(record: RunRecord, span: Span | None = None) -> Chart | None
         return None
     gpus = len({s.rank for s in samples})
     started = next((e.time for e in record.of_type(RunStarted)), samples[0].time)
-    start = samples[0].time if span is None else started
+    start = samples[0].time if interval is None else started
     traces = _traces("power", powers, start, gpus, 0, "%{y:.4g} W")
     traces += [trace | {"yaxis": "y2"} for trace in _traces("SM clock", clocks, start, gpus, 1, "%{y:,.0f} MHz")]
-    shapes, notes = [] if span is None else [shaded(span[0] - start, span[1] - start)], []
+    shapes, notes = [] if interval is None else [shaded(interval[0] - start, interval[1] - start)], []
     telemetry = record.result.telemetry
     if telemetry is not None and telemetry.power_limit_w is not None:
         limit = telemetry.power_limit_w

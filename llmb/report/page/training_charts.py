@@ -24,7 +24,7 @@ from llmb.report.page.run_record import RunRecord
 from llmb.report.page.telemetry_chart import telemetry_chart
 from llmb.report.page.thinning import thin
 from llmb.report.table import number
-from llmb.results.gpu_telemetry import Span, measured_span
+from llmb.results.gpu_telemetry import Interval, measured_interval
 
 OUTLIER = 6.0  # median absolute deviations from the median of the window: 4 sigma of normal noise
 MOST_OUTLIERS = 200  # marked: the farthest
@@ -44,15 +44,15 @@ def training_charts(record: RunRecord) -> list[Chart]:
         _series("grad-norm", "Gradient norm", steps, "grad_norm", "norm", 2),
         _memory(steps),
         memory_by_kind(record),
-        telemetry_chart(record, _window_span(record, steps)),
+        telemetry_chart(record, _window_interval(record, steps)),
         _by_rank(by_rank),
     ]
     return [chart for chart in charts if chart is not None]
 
 
-def _window_span(record: RunRecord, steps: Sequence[StepDone]) -> Span | None:
+def _window_interval(record: RunRecord, steps: Sequence[StepDone]) -> Interval | None:
     first, last = record.result.window or (1, 0)
-    return measured_span([step for step in steps if first <= step.step <= last and not step.warmup])
+    return measured_interval([step for step in steps if first <= step.step <= last and not step.warmup])
 
 
 def steps_by_rank(record: RunRecord) -> dict[int, list[StepDone]]:

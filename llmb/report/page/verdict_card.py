@@ -166,8 +166,8 @@ def bar_chart(record: RunRecord) -> Chart | None:
             },
             "error_x": {
                 "type": "data", "symmetric": False, "color": GREY,
-                "array": values(0 if span is None else span[1] - value for _, value, _, span in rows),
-                "arrayminus": values(0 if span is None else value - span[0] for _, value, _, span in rows),
+                "array": values(0 if interval is None else interval[1] - value for _, value, _, interval in rows),
+                "arrayminus": values(0 if interval is None else value - interval[0] for _, value, _, interval in rows),
             },
         }
     ]  # fmt: skip

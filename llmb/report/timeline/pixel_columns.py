@@ -51,7 +51,7 @@ def levels(samples: Sequence[tuple[float, float]], columns: Columns) -> list[flo
     """Return the maximum in each column of a step function given by samples sorted by time."""
     values: list[float | None] = [None] * columns.count
     times = [time for time, _ in samples]
-    first = max(0, bisect_right(times, columns.start) - 1)  # whose value holds when the span begins
+    first = max(0, bisect_right(times, columns.start) - 1)  # whose value holds when the columns begin
     for i in range(first, bisect_right(times, columns.end)):
         time, value = samples[i]
         until = times[i + 1] if i + 1 < len(times) else columns.end

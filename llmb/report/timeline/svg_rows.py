@@ -55,12 +55,12 @@ def _box(item: NamedRange | TimelineEvent | Wait, columns: Columns, top: float, 
 
 def range_row(visible: Sequence[NamedRange], columns: Columns, top: float) -> str:
     """Draw neighbours in two shades, so that boundaries are visible; the name and the duration where they fit."""
-    forms = [_forms(item, columns) for item in visible]
+    labels_of_ranges = [_range_labels(item, columns) for item in visible]
     widths = [columns.width(item.start, item.end) for item in visible]
     numbered = visible[0].level != "phase"
-    shortest = _form_for_all(forms, widths) if numbered else 0
+    shortest = _index_for_all(labels_of_ranges, widths) if numbered else 0
     parts = []
-    for i, (item, labels, width) in enumerate(zip(visible, forms, widths, strict=True)):
+    for i, (item, labels, width) in enumerate(zip(visible, labels_of_ranges, widths, strict=True)):
         box, middle = _box(item, columns, top, RANGE_HEIGHT - 2)
         seam = " seam" if width >= SEAM else ""
         title = f"<title>{escape(item.labels[0])}: {duration(item.end - item.start)}</title>"
@@ -71,18 +71,18 @@ def range_row(visible: Sequence[NamedRange], columns: Columns, top: float) -> st
     return "".join(parts)
 
 
-def _forms(item: NamedRange, columns: Columns) -> list[str]:
+def _range_labels(item: NamedRange, columns: Columns) -> list[str]:
     """Return the possible labels of a range, the longest first; the duration only where the picture shows all of it."""
     whole = item.start >= columns.start and item.end <= columns.end
     seconds = f"{item.labels[0]}: {duration(item.end - item.start)}"
     return [seconds if whole else item.labels[0], *item.labels]
 
 
-def _form_for_all(forms: Sequence[Sequence[str]], widths: Sequence[float]) -> int:
-    """Return the longest form that fits all ranges wide enough for any: a row reads better in one form."""
+def _index_for_all(labels_of_ranges: Sequence[Sequence[str]], widths: Sequence[float]) -> int:
+    """Return the index of the longest label that fits all ranges wide enough for any: a row has labels of one kind."""
     fits = [
         next((i for i, label in enumerate(labels) if fitting([label], width)), None)
-        for labels, width in zip(forms, widths, strict=True)
+        for labels, width in zip(labels_of_ranges, widths, strict=True)
     ]
     return max((i for i in fits if i is not None), default=0)
 

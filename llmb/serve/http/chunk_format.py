@@ -19,7 +19,7 @@ def to_compact_json(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """What all chunks of a response have in common."""
+    """Fields that all chunks of a response have in common."""
 
     response_id: str
     created: int

@@ -14,7 +14,7 @@ THREAD_CHARS = 8192  # longer texts are encoded in a thread, as they would delay
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModelInfo:
-    """What requests must know of the model."""
+    """Facts of the model by which requests are checked."""
 
     name: str
     vocab: int
