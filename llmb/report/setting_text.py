@@ -106,8 +106,9 @@ def lora_text(rank: int, frozen_weights: str | None) -> str:
 
 def override_text(override: Override) -> str:
     """Return a changed setting as it is typed: `window = 3-5 instead of 11-44`, `profile = true`."""
-    default = "" if override.replaced is None else f" instead of {typed_value(override.replaced)}"
-    return f"{override.field} = {typed_value(override.value)}{default}"
+    field = override.field
+    default = "" if override.replaced is None else f" instead of {typed_value(override.replaced, field)}"
+    return f"{field} = {typed_value(override.value, field)}{default}"
 
 
 def _text(config: RunConfig, name: str, value: Any) -> Any:

@@ -208,6 +208,15 @@ def test_proxy_takes_the_layout_of_its_gpu():
     assert (on_h200.machine.gpu, on_h200.parallel.pp, on_h200.parallel.fsdp) == ("h200", 1, True)
 
 
+def test_a_variable_of_nvidias_recipes_without_effect_here_is_refused():
+    with pytest.raises(ConfigError, match=r"^FP8_RECIPE=mx has no effect here: unset it; --set fp8_recipe="):
+        from_environment({"FP8_RECIPE": "mx"})
+    with pytest.raises(ConfigError, match=r"^CONFIG_VARIANT=v1 has no effect here: unset it$"):
+        from_environment({"CONFIG_VARIANT": "v1"})
+    assert from_environment({"ENABLE_VBOOST": "false", "ENABLE_CHECKPOINT": "", "TP_COMM_OVERLAP": "False"}) == []
+    assert from_environment({"ET": "4"}) == [Setting(field="etp", value="4", source="environment ET")]
+
+
 def test_environment_variable_without_effect_is_rejected():
     variables = tuple(from_environment({"MODE": "max_throughput"}))
     with pytest.raises(ConfigError, match="MODE is set but has no effect on pretrain_llama"):

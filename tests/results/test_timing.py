@@ -259,7 +259,7 @@ def test_where_no_log_is_an_experiment_there_is_no_rate(tmp_path):
 def native_run(recipes, tmp_path):
     """A run folder of our own engine with steps of half a second."""
 
-    def make(workload, size, job, recorded=None, ending=RunEnded(status="ok"), **changes):
+    def make(workload, size, job, recorded=None, ending=None, **changes):
         settings = tuple(Setting(field=k, value=v, source="--set") for k, v in changes.items())
         request = RunRequest(size=size, dtype="bf16", gpus=1, proxy="small", settings=settings)
         config = resolve(recipes[workload], request)
@@ -270,7 +270,7 @@ def native_run(recipes, tmp_path):
             tokens = config.workload.gbs * config.workload.seqlen
             for step in range(1, (recorded or config.workload.steps) + 1):
                 append(run.events(0), StepDone(step=step, seconds=0.5, tokens=tokens, loss=8.0))
-            append(run.events(0), ending)
+            append(run.events(0), ending or RunEnded(status="ok"))
         return config.name
 
     return make
