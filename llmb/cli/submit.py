@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
     recipes = recipes_for(options)
     tasks, location = tasks_of(options, recipes), submit_slurm.run_location(options, os.environ)
+    tasks = submit_slurm.with_cluster_settings(tasks, location, recipes)
     dry = options.dry_run or options.on == "dry"
     if options.one_rank is not None and location != "local":
         raise ConfigError("--one-rank runs on one GPU of this machine, not through Slurm; add --on local")

@@ -94,15 +94,20 @@ def from_environment(environ: Mapping[str, str]) -> list[Setting]:
         if text.lower() not in ("", *FALSE, *NONE):
             hint = f"; {instead}" if instead else ""
             raise ConfigError(f"{variable}={text[:60]} has no effect here: unset it{hint}")
+    return from_variables(environ, "environment")
+
+
+def from_variables(environ: Mapping[str, str], source: str) -> list[Setting]:
+    """Return a setting for every known variable of the environment or of a file."""
     settings = []
     for variable, field in VARIABLES.items():
         text = environ.get(variable, "")
         if not text:
             continue
         if field == "use_case":
-            settings += parse_use_case(text, f"environment {variable}")
+            settings += parse_use_case(text, f"{source} {variable}")
         else:
-            settings.append(Setting(field=field, value=text, source=f"environment {variable}"))
+            settings.append(Setting(field=field, value=text, source=f"{source} {variable}"))
     return settings
 
 

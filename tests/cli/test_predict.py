@@ -301,9 +301,9 @@ def test_a_row_is_predicted_beside_the_run_that_show_describes(llmb_run, row):
     last = llmb_run("predict", *options)[1].splitlines()[-1]
     assert last.startswith("engine megatron-bridge, which published the row; `show` and `submit` run engine native")
     seconds = float(last.rpartition("(--engine native): ")[2].split()[0])
-    shown = next(line for line in llmb_run("show", *options)[1].splitlines() if "predicted step time" in line)
-    assert float(shown.split()[3]) == pytest.approx(seconds, rel=1e-3)
-    assert shown.endswith("by constants of engine native")
+    prediction = next(line for line in llmb_run("show", *options)[1].splitlines() if "predicted step time" in line)
+    assert float(prediction.split()[3]) == pytest.approx(seconds, rel=1e-3)
+    assert prediction.endswith("by constants of engine native")
     assert "published the row" not in llmb_run("predict", *options, "--engine", "native")[1]
 
 
