@@ -150,6 +150,8 @@ def run_show(options: argparse.Namespace) -> int:
     from llmb.report.summary import summary
     from llmb.report.terminal.colour import print_report
 
+    from dataclasses import replace
+
     with open_store() as store:
         (job,) = _refresh(store, [stored_job(store, options.job_id)])
         retries = [retry.job_id for retry in store.retries_of(job.job_id)]
@@ -159,6 +161,8 @@ def run_show(options: argparse.Namespace) -> int:
         print(to_json(result))
         return 0
     print_report("\n".join(_describe(job, retries)))
+    if job.status == "running":
+        result = replace(result, reason=_progress(result))
     if job.status not in ("submitting", "pending"):  # which have no figures
         print_report(f"\n{summary(result)}")
     print(f"\nrun folder: {run.short_path}")
@@ -167,6 +171,13 @@ def run_show(options: argparse.Namespace) -> int:
         if run.report_page.exists():
             print(f"report: {run.short_path_of(run.report_page)}")
     return 0
+
+
+def _progress(result: Any) -> str:
+    """Return how far a running job is; its files alone do not tell whether it was killed."""
+    if result.steps_asked is None:
+        return "still running"
+    return f"still running: {result.steps_done or 0} of {result.steps_asked} steps are done"
 
 
 def _describe(job: Any, retries: list[str]) -> list[str]:
