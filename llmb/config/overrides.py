@@ -85,30 +85,43 @@ class Setting:
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Setting]:
-    """Return a setting for every known variable that is set; an empty one counts as unset.
+    """Return a setting for every known variable that is set; refuse those without effect."""
+    _refuse_without_effect(environ)
+    return from_variables(environ, "environment")
 
-    One that asks for a feature that it cannot switch on here is refused: the run would be another one than requested.
-    """
+
+def split_environment(environment: Mapping[str, str], source: str) -> tuple[list[Setting], dict[str, str]]:
+    """Return the settings that the variables of a run name, and the variables for its ranks; refuse the others."""
+    _refuse_without_effect(environment)
+    for variable, selector in SELECTOR_VARIABLES.items():
+        if environment.get(variable):
+            raise ConfigError(f"{source} {variable}: a variable of ranks does not choose the row; name the {selector}")
+    return from_variables(environment, source), {k: v for k, v in environment.items() if k not in VARIABLES}
+
+
+def _refuse_without_effect(environ: Mapping[str, str]) -> None:
+    """Refuse a variable for a feature that it cannot switch on here: the run would be another one than requested."""
     for variable, instead in WITHOUT_EFFECT.items():
         text = environ.get(variable, "")
         if text.lower() not in ("", *FALSE, *NONE):
             hint = f"; {instead}" if instead else ""
             raise ConfigError(f"{variable}={text[:60]} has no effect here: unset it{hint}")
-    return from_variables(environ, "environment")
 
 
 def from_variables(environ: Mapping[str, str], source: str) -> list[Setting]:
-    """Return a setting for every known variable of the environment or of a file."""
+    """Return a setting for every known variable of the environment or of a file; an empty one counts as unset."""
     settings = []
     for variable, field in VARIABLES.items():
-        text = environ.get(variable, "")
-        if not text:
-            continue
-        if field == "use_case":
-            settings += parse_use_case(text, f"{source} {variable}")
-        else:
-            settings.append(Setting(field=field, value=text, source=f"{source} {variable}"))
+        if text := environ.get(variable, ""):
+            settings += settings_of(field, text, f"{source} {variable}")
     return settings
+
+
+def settings_of(field: str, value: Any, source: str) -> list[Setting]:
+    """Return the setting of a field, or those of a use case with its lengths."""
+    if field == "use_case" and isinstance(value, str):
+        return parse_use_case(value, source)
+    return [Setting(field=field, value=value, source=source)]
 
 
 def parse_use_case(text: str, source: str) -> list[Setting]:
@@ -133,11 +146,7 @@ def from_arguments(pairs: list[str]) -> list[Setting]:
         if not equals or not name:
             raise ConfigError(f"--set: expected field=value, got {pair!r}")
         section, dot, field = name.partition(".")
-        settings += (
-            parse_use_case(value, "--set")
-            if name.endswith("use_case")
-            else [Setting(field=name if section == "model" or not dot else field, value=value, source="--set")]
-        )
+        settings += settings_of(name if section == "model" or not dot else field, value, "--set")
     return settings
 
 

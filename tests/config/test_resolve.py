@@ -9,7 +9,7 @@ from recipe_requests import ALL, overrides
 
 from llmb.config.model import DeltaNetConfig
 from llmb.config.native.departures import departures
-from llmb.config.overrides import Setting, from_arguments, from_environment
+from llmb.config.overrides import Setting, from_arguments, from_environment, split_environment
 from llmb.config.parallel_layout import check_model
 from llmb.config.recipe import expand_gpus, per_gpus, selector_values
 from llmb.config.resolve import resolve
@@ -214,6 +214,13 @@ def test_a_variable_of_nvidias_recipes_without_effect_here_is_refused():
     with pytest.raises(ConfigError, match=r"^CONFIG_VARIANT=v1 has no effect here: unset it$"):
         from_environment({"CONFIG_VARIANT": "v1"})
     assert from_environment({"ENABLE_VBOOST": "false", "ENABLE_CHECKPOINT": "", "TP_COMM_OVERLAP": "False"}) == []
+    settings, for_ranks = split_environment({"USE_CASE": "chat:64/32", "NCCL_DEBUG": "INFO"}, "--env")
+    assert [(s.field, s.value, s.source) for s in settings] == [
+        ("use_case", "chat", "--env USE_CASE"), ("isl", "64", "--env USE_CASE"), ("osl", "32", "--env USE_CASE"),
+    ]  # fmt: skip
+    assert for_ranks == {"NCCL_DEBUG": "INFO"}
+    with pytest.raises(ConfigError, match=r"^--env GPU_TYPE: a variable of ranks does not choose the row"):
+        split_environment({"GPU_TYPE": "gb200"}, "--env")
     assert from_environment({"ET": "4"}) == [Setting(field="etp", value="4", source="environment ET")]
 
 

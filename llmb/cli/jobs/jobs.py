@@ -143,14 +143,14 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_show(options: argparse.Namespace) -> int:
     """Print the figures and the folder of a run."""
+    from dataclasses import replace
+
     from llmb.cli.profile_pictures import describe_profile
     from llmb.cli.stored_runs import load_run
     from llmb.config.serialization import to_json
     from llmb.launch.run_folder import RunFolder
     from llmb.report.summary import summary
     from llmb.report.terminal.colour import print_report
-
-    from dataclasses import replace
 
     with open_store() as store:
         (job,) = _refresh(store, [stored_job(store, options.job_id)])
