@@ -93,7 +93,7 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
         if not expanded and selection.targets:
             raise _no_matching_row(target, selection, recipes)
         tasks += expanded
-    expanded_dtypes = {task.request.dtype.casefold() for task in tasks}
+    expanded_dtypes = {str(task.request.dtype).casefold() for task in tasks}  # a recipe may be damaged
     unused = [dtype for dtype in selection.dtypes or () if dtype.casefold() not in expanded_dtypes]
     if unused and selection.targets:
         raise _no_matching_row(targets[0], replace(selection, dtypes=(unused[0],)), recipes)
