@@ -30,6 +30,16 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def skip_if_taken(port: int) -> None:
+    """Skip where another program listens on a port that the README prints, which no test can then serve on."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError:
+            pytest.skip(f"port {port}, which the README prints, is taken by another program")
+
+
 def shortened(command: str, port: int) -> str:
     """Return a command with fewer steps and requests; servers take a free port, as 8000 may be taken."""
     command = re.sub(r"--requests \d+", "--requests 8", re.sub(r"--set steps=\d+", "--set steps=3", command))
@@ -47,10 +57,22 @@ def test_the_readme_has_commands():
     assert sum(bool(shortening(command)) for command in printed_commands()) >= len(SHORT)
 
 
+def test_a_taken_port_is_a_reason_to_skip():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        with pytest.raises(pytest.skip.Exception, match=r"port \d+, which the README prints, is taken"):
+            skip_if_taken(listener.getsockname()[1])
+    skip_if_taken(free_port())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("as_printed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_every_printed_command_works(as_printed: bool):
-    servers, port = [], free_port()
+    servers: list[subprocess.Popen[bytes]] = []
+    port = free_port()
+    if as_printed:
+        skip_if_taken(8000)
     try:
         for printed in printed_commands():
             command = printed if as_printed else shortened(printed, port)

@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
     recipes = recipes_for(options)
     tasks, location = tasks_of(options, recipes), submit_slurm.run_location(options, os.environ)
+    tasks = submit_slurm.with_cluster_settings(tasks, location, recipes)
     dry = options.dry_run or options.on == "dry"
     if options.one_rank is not None and location != "local":
         raise ConfigError("--one-rank runs on one GPU of this machine, not through Slurm; add --on local")
@@ -127,7 +128,7 @@ def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     """Return the tasks of the flags or the bulk file; an `--env` that names a setting becomes one."""
     from llmb.cli import run_options
     from llmb.config.bulk_file import read_bulk
-    from llmb.config.overrides import VARIABLES, Setting
+    from llmb.config.overrides import Setting, split_environment
     from llmb.config.run_list import largest_first, left_out_dtypes, tasks_for, with_settings
     from llmb.errors import ConfigError
     from llmb.launch.secrets import hidden_by_entropy
@@ -138,12 +139,9 @@ def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
         wrong = "--all and -w exclude each other" if options.all else "no workload is named"
         raise ConfigError(f"{wrong}; give -w WORKLOAD (see llmb-run list), a bulk file with -f, or --all")
     environment = parse_environment(options.env)
-    settings = [
-        Setting(field=VARIABLES[k], value=v, source=f"--env {k}") for k, v in environment.items() if k in VARIABLES
-    ]
+    settings, for_ranks = split_environment(environment, "--env")
     if options.timeout is not None:
         settings.append(Setting(field="time_limit_s", value=options.timeout, source="--timeout"))
-    for_ranks = {k: v for k, v in environment.items() if k not in VARIABLES}
     for name in hidden_by_entropy(for_ranks):
         print(f"--env {name}: its value looks random, so it is treated as a secret and hidden", file=sys.stderr)
     run_selection = run_options.run_selection(options)

@@ -20,6 +20,31 @@ def run_location(options: argparse.Namespace, environ: Mapping[str, str]) -> str
     return "slurm" if cluster_here() else "local"
 
 
+def with_cluster_settings(tasks: list[Any], location: str, recipes: Mapping[str, Any]) -> list[Any]:
+    """Return tasks with the settings that variables of cluster_config.yaml name, which all others override.
+
+    The file is for all workloads and for runs with and without profiling: a setting of others is left out.
+    """
+    from dataclasses import replace
+
+    from llmb.config.overrides import from_variables
+    from llmb.config.settable_fields import settable_types
+    from llmb.config.step_windows import PROFILE_DETAILS
+
+    cluster = None if location == "local" else cluster_here()
+    if cluster is None:
+        return tasks
+    changed = []
+    for task in tasks:
+        request, settable = task.request, settable_types(recipes[task.workload].kind)
+        variables = cluster.for_target(f"{task.workload}_{request.size}").environment
+        settings = [s for s in from_variables(variables, cluster.path.name) if s.field in settable]
+        if not any(setting.field == "profile" for setting in (*settings, *request.settings)):
+            settings = [setting for setting in settings if setting.field not in PROFILE_DETAILS]
+        changed.append(replace(task, request=replace(request, settings=(*settings, *request.settings))))
+    return changed
+
+
 def sbatch_options(options: argparse.Namespace) -> Any:
     """Return the sbatch options of a command line and of SBATCH_SEGMENT_SIZE."""
     from llmb.errors import ConfigError

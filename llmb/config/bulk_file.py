@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmb.config.overrides import VARIABLES, Setting
+from llmb.config.overrides import Setting, settings_of, split_environment
 from llmb.config.recipe import Recipe
 from llmb.config.run_list import MOST_RUNS, RunSelection, Task, split_target, tasks_for
 from llmb.config.serialization import build
@@ -97,14 +97,13 @@ def _expand_entry(
 ) -> Iterator[Task]:
     env = {**section.defaults.env, **entry.overrides.env}
     params = {**section.defaults.params, **entry.overrides.params}
-    settings = [Setting(field=VARIABLES[k], value=str(v), source=source) for k, v in env.items() if k in VARIABLES]
-    environment = {k: str(v) for k, v in env.items() if k not in VARIABLES}
+    settings, environment = split_environment({name: str(value) for name, value in env.items()}, source)
     listed = _tuple(entry.dtypes or section.dtypes) or (), _tuple(entry.scales or section.scales) or ()
     count = prod(len(value) for value in (*params.values(), *filter(None, listed)) if isinstance(value, (list, tuple)))
     if count > MOST_RUNS:
         raise ConfigError(f"{source}: {target} sweeps {count:,} runs; at most {MOST_RUNS:,} are taken from a file")
     for combination in _sweep(params):
-        swept = [Setting(field=k.lower(), value=_text(v), source=source) for k, v in combination.items()]
+        swept = [s for name, value in combination.items() for s in settings_of(name.lower(), _text(value), source)]
         for profiled in _profile_choices(section, entry):
             extra = [Setting(field="profile", value=True, source=source)] if profiled else []
             run_selection = RunSelection(

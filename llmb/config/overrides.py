@@ -31,6 +31,7 @@ VARIABLES = {
     "CP": "cp",
     "EP": "ep",
     "ETP": "etp",
+    "ET": "etp",
     "VP": "vp",
     "MBS": "mbs",
     "GBS": "gbs",
@@ -53,7 +54,24 @@ VARIABLES = {
     "SBATCH_TIMELIMIT": "time_limit_s",
     "ADDITIONAL_SLURM_PARAMS": "slurm_params",
 }
+# Variables of NVIDIA's recipes whose feature has another name here, or does not exist -> what to do instead.
+WITHOUT_EFFECT = {
+    "FP8_RECIPE": "--set fp8_recipe=tensorwise_current is its cs",
+    "CUDA_GRAPH_SCOPE": "CUDA_GRAPH=true captures whole steps",
+    "ENABLE_CHECKPOINT": "--set checkpoint_every=N writes checkpoints",
+    "LOAD_CHECKPOINT_PATH": "--set resume=FOLDER reads a checkpoint",
+    "ENABLE_PYTORCH_PROFILE": "-p --set profiler=torch profiles with PyTorch",
+    "NUM_LAYERS": "--set model.layers=N changes the model",
+    "HIDDEN_SIZE": "--set model.hidden=N changes the model",
+    "TP_COMM_OVERLAP": "",
+    "CONFIG_VARIANT": "",
+    "CONFIG_OVERRIDES": "--set FIELD=VALUE changes a setting",
+    "ENABLE_VBOOST": "",
+    "ENABLE_PCT_BINDING": "--slurm-arg hint=nomultithread and other options of sbatch bind tasks",
+    "CPU_PER_TASK_PINNING": "--slurm-arg cpus-per-task=N",
+}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")  # of a use case: part of the run folder's name
+MOST_NUMBERS = 1_000_000  # of a range: a run has no more ranks
 TRUE, FALSE, NONE = ("true", "1", "yes", "on"), ("false", "0", "no", "off"), ("none", "null", "na")
 
 
@@ -67,17 +85,43 @@ class Setting:
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Setting]:
-    """Return a setting for every known variable that is set; an empty one counts as unset."""
+    """Return a setting for every known variable that is set; refuse those without effect."""
+    _refuse_without_effect(environ)
+    return from_variables(environ, "environment")
+
+
+def split_environment(environment: Mapping[str, str], source: str) -> tuple[list[Setting], dict[str, str]]:
+    """Return the settings that the variables of a run name, and the variables for its ranks; refuse the others."""
+    _refuse_without_effect(environment)
+    for variable, selector in SELECTOR_VARIABLES.items():
+        if environment.get(variable):
+            raise ConfigError(f"{source} {variable}: a variable of ranks does not choose the row; name the {selector}")
+    return from_variables(environment, source), {k: v for k, v in environment.items() if k not in VARIABLES}
+
+
+def _refuse_without_effect(environ: Mapping[str, str]) -> None:
+    """Refuse a variable for a feature that it cannot switch on here: the run would be another one than requested."""
+    for variable, instead in WITHOUT_EFFECT.items():
+        text = environ.get(variable, "")
+        if text.lower() not in ("", *FALSE, *NONE):
+            hint = f"; {instead}" if instead else ""
+            raise ConfigError(f"{variable}={text[:60]} has no effect here: unset it{hint}")
+
+
+def from_variables(environ: Mapping[str, str], source: str) -> list[Setting]:
+    """Return a setting for every known variable of the environment or of a file; an empty one counts as unset."""
     settings = []
     for variable, field in VARIABLES.items():
-        text = environ.get(variable, "")
-        if not text:
-            continue
-        if field == "use_case":
-            settings += parse_use_case(text, f"environment {variable}")
-        else:
-            settings.append(Setting(field=field, value=text, source=f"environment {variable}"))
+        if text := environ.get(variable, ""):
+            settings += settings_of(field, text, f"{source} {variable}")
     return settings
+
+
+def settings_of(field: str, value: Any, source: str) -> list[Setting]:
+    """Return the setting of a field, or those of a use case with its lengths."""
+    if field == "use_case" and isinstance(value, str):
+        return parse_use_case(value, source)
+    return [Setting(field=field, value=value, source=source)]
 
 
 def parse_use_case(text: str, source: str) -> list[Setting]:
@@ -102,18 +146,14 @@ def from_arguments(pairs: list[str]) -> list[Setting]:
         if not equals or not name:
             raise ConfigError(f"--set: expected field=value, got {pair!r}")
         section, dot, field = name.partition(".")
-        settings += (
-            parse_use_case(value, "--set")
-            if name.endswith("use_case")
-            else [Setting(field=name if section == "model" or not dot else field, value=value, source="--set")]
-        )
+        settings += settings_of(name if section == "model" or not dot else field, value, "--set")
     return settings
 
 
-def typed_value(value: Any) -> str:
-    """Return the text that `parse_value` reads as this value: `true`, `none`, `35-44`."""
+def typed_value(value: Any, field: str) -> str:
+    """Return the text that `parse_value` reads as this value of a field: `true`, `none`, `35-44`."""
     if isinstance(value, list | tuple):
-        separator = "-" if all(isinstance(part, int) for part in value) else ", "
+        separator = "-" if field == "window" else "," if all(isinstance(part, int) for part in value) else ", "
         return separator.join(map(str, value))
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
@@ -149,11 +189,20 @@ def parse_value(kind: Any, value: Any, where: str) -> Any:
 
 def _parse_tuple(kind: Any, text: str, where: str) -> list[Any]:
     item = get_args(kind)[0]
-    if item is int:  # a pair may also be written as a range: 35-44
-        parts = (text if Ellipsis in get_args(kind) else text.replace("-", ",")).split(",")
-    else:
-        parts = [part for part in text.split(";") if part]
+    if item is int and Ellipsis in get_args(kind):
+        return [number for part in text.split(",") for number in _parse_range(part, where)]
+    pair = text.replace("-", ",").split(",")  # 35-44 or 35,44
+    parts = pair if item is int else [part for part in text.split(";") if part]
     return [parse_value(item, part, where) for part in parts]
+
+
+def _parse_range(text: str, where: str) -> range:
+    """Return the numbers of `7` or `0-8`, which includes both ends."""
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    ends = whole_number(first), whole_number(last if dash else first)
+    if ends[0] is None or ends[1] is None or not ends[0] <= ends[1] < ends[0] + MOST_NUMBERS:
+        raise ConfigError(f"{where}: expected whole numbers and ranges such as 0,8-15, got {text[:60]!r}")
+    return range(ends[0], ends[1] + 1)
 
 
 def parse_duration(text: str, where: str) -> int:

@@ -17,6 +17,7 @@ from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 
 MOST_GPUS = 1_000_000  # of one run: more than any machine has
+SELECTOR_TITLES = {"size": "size", "gpu": "GPU type"}
 MOST_RUNS = 10_000  # of one command: more would take minutes to expand, and days to run
 
 
@@ -92,6 +93,10 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
         if not expanded and selection.targets:
             raise _no_matching_row(target, selection, recipes)
         tasks += expanded
+    expanded_dtypes = {str(task.request.dtype).casefold() for task in tasks}  # a recipe may be damaged
+    unused = [dtype for dtype in selection.dtypes or () if dtype.casefold() not in expanded_dtypes]
+    if unused and selection.targets:
+        raise _no_matching_row(targets[0], replace(selection, dtypes=(unused[0],)), recipes)
     if not tasks:
         on_gpu = f" on {selection.gpu}" if selection.gpu else ""
         raise ConfigError(f"no workload lists a row for these options{on_gpu}; see: llmb-run list")
@@ -121,13 +126,29 @@ def only_proxies(workload: str) -> str:
 
 
 def _no_matching_row(target: str, selection: RunSelection, recipes: dict[str, Recipe]) -> ConfigError:
-    recipe, _ = split_target(target, recipes)
+    recipe, named = split_target(target, recipes)
     if selection.gpu and selection.gpu not in recipe.values("gpu") and not selection.uses_proxy:
         return UnknownName(f"GPU type of {recipe.workload}", selection.gpu, recipe.values("gpu"))
     if not recipe.rows and not selection.uses_proxy:
         return ConfigError(only_proxies(recipe.workload))
-    counts = ", ".join(map(str, recipe.values("gpus", selection.uses_proxy)))
-    return ConfigError(f"no row of {recipe.workload} is within the bounds given; its scales are: {counts}")
+    size = named or (as_listed(selection.size, recipe.models) if selection.size else None)
+    gpu = None if selection.uses_proxy or selection.gpu not in recipe.values("gpu") else selection.gpu
+    run, selectors = recipe.workload, dict[str, str]()
+    for selector, value in {"size": size, "gpu": gpu}.items():
+        if value is not None:
+            listed = recipe.values(selector, selection.uses_proxy, **selectors)
+            if value not in listed:
+                return UnknownName(f"{SELECTOR_TITLES[selector]} of {run}", value, listed)
+            run, selectors[selector] = f"{run} {value}", value
+    listed = recipe.values("dtype", selection.uses_proxy, **selectors)
+    dtypes = _dtypes(recipe, selection) or listed
+    if unlisted := [dtype for dtype in dtypes if dtype not in listed]:
+        return UnknownName(f"dtype of {run}", unlisted[0], listed)
+    counts = {n for dtype in dtypes for n in recipe.values("gpus", selection.uses_proxy, dtype=dtype, **selectors)}
+    if selection.dtypes:
+        run += f" {', '.join(dtypes)}"
+    scales = ", ".join(map(str, sorted(counts)))
+    return ConfigError(f"--max-scale {selection.max_scale} is below the scales of {run}: {scales}")
 
 
 def largest_first(tasks: list[Task]) -> list[Task]:

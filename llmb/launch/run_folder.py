@@ -30,7 +30,7 @@ from pathlib import Path
 from shutil import copyfile
 
 from llmb.config.load_settings import config_from_json
-from llmb.config.overrides import VARIABLES
+from llmb.config.overrides import SELECTOR_VARIABLES, VARIABLES
 from llmb.config.serialization import read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
@@ -229,8 +229,9 @@ class RunFolder:
         write_atomic(self.record(job_id), job_record_yaml(data))
 
     def write_command_line(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Write the command that started the run, after the variables that override its recipe; secrets masked."""
-        variables = [f"{name}={shlex.quote(environ[name])}" for name in VARIABLES if environ.get(name)]
+        """Write the command that started the run, after the variables that set its row; secrets masked."""
+        names = (*SELECTOR_VARIABLES, *VARIABLES)
+        variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
         command = shlex.join([Path(arguments[0]).name, *map(mask_random_argument, arguments[1:])])
         write_atomic(self.command_line, scrub_thoroughly(" ".join([*variables, command])) + "\n")
 

@@ -12,7 +12,7 @@ from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.memory_fit import misfit
 from llmb.report.goodput_text import fault_lines
 from llmb.report.predictions.predicted_lines import predicted_lines
-from llmb.report.setting_text import settings
+from llmb.report.setting_text import override_rows, settings
 from llmb.report.table import number, render, terminal_width
 
 
@@ -33,7 +33,7 @@ def describe(config: RunConfig, command: str) -> str:
         render(("setting", "value"), list(settings(config)), width),
         render(("what it needs", "value", "unit"), list(_needs(config)), width),
     ]
-    rows = [(o.field, o.replaced, o.value, o.source) for o in config.overrides if not is_departure(o)]
+    rows = override_rows(o for o in config.overrides if not is_departure(o))
     if rows:
         parts.append(render(("changed", "recipe", "here", "by"), rows, width))
     if config.reference is not None:

@@ -4,7 +4,7 @@ settings(config) -> ("dtype", "fp8"), ("fp8_recipe", "tensorwise_delayed: one sc
 precision_text(formats) -> "fp8 tensorwise delayed, fp32-equivalent master weights, gradients fp32, moments fp32"
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from llmb.config.lr_schedule import lr_sources
@@ -104,10 +104,24 @@ def lora_text(rank: int, frozen_weights: str | None) -> str:
     return f"LoRA of rank {rank} on frozen {f'{frozen_weights} ' if frozen_weights else ''}weights"
 
 
+def override_rows(overrides: Iterable[Override]) -> list[tuple[str, str, str, str]]:
+    """Return field, replaced value, value and source of changed settings, values as they are typed."""
+    return [
+        (
+            o.field,
+            "" if o.replaced is None else typed_value(o.replaced, o.field),
+            typed_value(o.value, o.field),
+            o.source,
+        )
+        for o in overrides
+    ]
+
+
 def override_text(override: Override) -> str:
     """Return a changed setting as it is typed: `window = 3-5 instead of 11-44`, `profile = true`."""
-    default = "" if override.replaced is None else f" instead of {typed_value(override.replaced)}"
-    return f"{override.field} = {typed_value(override.value)}{default}"
+    field = override.field
+    default = "" if override.replaced is None else f" instead of {typed_value(override.replaced, field)}"
+    return f"{field} = {typed_value(override.value, field)}{default}"
 
 
 def _text(config: RunConfig, name: str, value: Any) -> Any:

@@ -5,7 +5,8 @@
 One row for each run: mean and sample standard deviation of step time and TFLOP/s over a window of iterations, numbered
 as the log numbers them. The window is the requested one, or that of the run's configuration, of its recipe, or of the
 document that prints the table; a run with fewer steps is measured over a shorter one, which a note says. A run that
-does not reach the window's end is Failed, one whose loss or gradient norm is NaN or infinite is Invalid.
+does not reach the window's end, or ends with an error after it, is Failed; one whose loss or gradient norm is NaN or
+infinite is Invalid.
 """
 
 import csv
@@ -125,7 +126,7 @@ def _row(run: TimedRun, style: Style, window: Window, common: Window, full_names
         if step.not_a_number:
             return replace(row, status="Invalid", reason=step.not_a_number, invalid_iteration=iteration)
     measured = [step for iteration, step in run.steps.items() if first <= iteration <= last]
-    if not measured or max(run.steps) < last:
+    if run.failed or not measured or max(run.steps) < last:
         return replace(row, max_iteration=max(run.steps, default=None), notes=failure)
     notes: tuple[str, ...] = ()
     if fitted != window:

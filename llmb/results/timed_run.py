@@ -25,6 +25,7 @@ from llmb.results.readers.reader_choice import READERS, detect
 _OTHER_LOGS = ("nccltrace", "prepare_squad_dataset_exp", "import_ckpt_exp", "nsys_analysis")
 _OTHER_STARTS = ("sbatch_", "slurm-", "vboost")
 _EXPERIMENT_WORDS = (b"iteration", b"training", b"model", b"experiment")
+_WITHOUT_ERROR = ("ok", "incomplete")
 _ACCOUNT = re.compile(r"^.*?\.(?=[A-Za-z])(?!out$)")  # log-<account>-<experiment>. in front of the name itself
 
 
@@ -49,6 +50,7 @@ class TimedRun:
     last: int | None = None  # number of the last one requested; null: unknown
     window: tuple[int, int] | None = None  # of its configuration; of its recipe if the run is too short for that
     failure: str | None = None  # why it is not complete
+    failed: bool = False  # it ended with an error, perhaps after its last step; a log that just stops may go on
 
 
 def find_logs(folder: Path, pattern: str) -> list[Path]:
@@ -87,6 +89,7 @@ def read_timed_log(log: Path) -> TimedRun | None:
         first=first,
         last=None if requested is None else requested - 1 + first,
         failure=" ".join(end.reason.split()) if end is not None and end.reason and end.status != "ok" else None,
+        failed=end is not None and end.status not in _WITHOUT_ERROR,
     )
 
 
@@ -116,6 +119,7 @@ def timed_run(log: Path, config: RunConfig, events: list[Event], job_id: str | N
         last=work.steps,
         window=(first, last),
         failure=None if result.status == "ok" else f"{result.status}: {result.reason or 'no reason is recorded'}",
+        failed=result.status not in _WITHOUT_ERROR,
     )
 
 

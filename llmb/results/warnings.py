@@ -47,7 +47,8 @@ def cautions(
 
 
 def _fault_text(plan: FaultInjection) -> str:
-    text = f"{len(plan.faults)} faults were injected on purpose ({plan.source})"
+    number = f"{len(plan.faults)} fault{' was' if len(plan.faults) == 1 else 's were'}"
+    text = f"{number} injected on purpose ({plan.source})"
     return f"{text}: goodput and wall time are not those of an undisturbed run"
 
 
@@ -56,7 +57,8 @@ def _about_samples(config: RunConfig | None, fields: dict) -> Iterable[tuple[str
     if steps is None:
         return
     if steps.n < FEW_SAMPLES:
-        yield "FEW_SAMPLES", f"only {steps.n} steps were measured; {_more_samples(config, fields)}"
+        measured = f"{steps.n} step{' was' if steps.n == 1 else 's were'} measured"
+        yield "FEW_SAMPLES", f"only {measured}; {_more_samples(config, fields)}"
     elif steps.std is not None and steps.median and steps.std / steps.median > NOISE_LIMIT:
         percent = 100 * steps.std / steps.median
         remedy = f"look for other work on the machine, or {_more_samples(config, fields)}"
@@ -64,14 +66,18 @@ def _about_samples(config: RunConfig | None, fields: dict) -> Iterable[tuple[str
 
 
 def _more_samples(config: RunConfig | None, fields: dict) -> str:
-    """Return how to measure more steps: a complete run, a window up to the last step, or more steps."""
+    """Return how to measure more steps: a complete run, a window up to the last step without tracing, or more steps."""
     (first, last), done, requested = fields["window"], fields["steps_done"], fields["steps_asked"]
     if config is None or requested is None:
         return "run more steps"
     if done < last:
         return f"let it run to step {last}"
-    if last < requested and any(override.field == "window" for override in config.overrides):
-        return f"measure more of its steps (--set window={first}-{requested})"
+    traced = config.profile.profile and last < config.profile.profile_start <= requested
+    longest = config.profile.profile_start - 1 if traced else requested
+    if last < longest and any(override.field == "window" for override in config.overrides):
+        return f"measure more of its steps (--set window={first}-{longest})"
+    if traced:
+        return "run it without profiling, as the window ends before the traced steps"
     return f"run more steps (--set steps={2 * requested})"
 
 

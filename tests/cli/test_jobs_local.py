@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from llmb.cli.jobs.polling import Poller
+from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.events import RunEnded, append
+from llmb.events import RunEnded, StepDone, append
 from llmb.launch.install_root import install_root
 from llmb.launch.run_files.pid_file import write_pid_file
 from llmb.launch.run_files.short_path import link_short_path
@@ -49,6 +50,20 @@ def test_slurm_unavailable_is_reported_once(store, recipes, monkeypatch, capsys)
     assert errors.count("\n") == 1
     assert "Slurm is not installed on this machine" in errors
     assert "last known state, at submission, is shown" in errors
+
+
+def test_a_running_job_says_how_far_it_is(store, recipes, llmb_run):
+    settings = (Setting(field="steps", value="12", source="--set"),)
+    request = RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small", settings=settings)
+    config = resolve(recipes["pretrain_llama3.1"], request)
+    run = RunFolder.create(install_root(os.environ), config, datetime.now())
+    write_pid_file(run, os.getpid())
+    for step in (1, 2, 3):
+        append(run.events(0), StepDone(step=step, seconds=0.5, tokens=64, loss=8.0))
+    job = store.add(config, run.path)
+    out = llmb_run("jobs", "show", job)[1]
+    assert f"{config.name}: incomplete (still running: 3 of 12 steps are done)" in out
+    assert "killed" not in out
 
 
 def test_failed_run_that_may_restart_stays_active_until_its_files_rest(store, recipes):

@@ -226,7 +226,22 @@ def test_an_engine_that_nobody_named_is_named_beside_our_own(llmb_run):
         assert "as none is named" not in llmb_run(*MODEL, *option)[1]
     assert "as none is named" not in llmb_run(*MODEL, "--engine", "megatron_bridge")[1]
     assert json.loads(llmb_run(*MODEL, "--json")[1])["engine"] == "megatron-bridge"
-    assert "as none is named" not in llmb_run("predict", "-w", "pretrain_llama3.1", "-s", "8b", "--gpu-type", "h100")[1]
+
+
+@pytest.mark.parametrize(
+    "row", [("pretrain_grok1", "314b", "512", "h100"), ("pretrain_llama3.1", "405b", "128", "gb200")]
+)
+def test_a_row_is_predicted_beside_the_run_that_show_describes(llmb_run, row):
+    """The native engine recomputes layers of Grok-1 on H100 that the published run did not."""
+    workload, size, scale, gpu = row
+    options = ["-w", workload, "-s", size, "--dtype", "fp8", "--scale", scale, "--gpu-type", gpu]
+    last = llmb_run("predict", *options)[1].splitlines()[-1]
+    assert last.startswith("engine megatron-bridge, which published the row; `show` and `submit` run engine native")
+    seconds = float(last.rpartition("(--engine native): ")[2].split()[0])
+    prediction = next(line for line in llmb_run("show", *options)[1].splitlines() if "predicted step time" in line)
+    assert float(prediction.split()[3]) == pytest.approx(seconds, rel=1e-3)
+    assert prediction.endswith("by constants of engine native")
+    assert "published the row" not in llmb_run("predict", *options, "--engine", "native")[1]
 
 
 @pytest.mark.parametrize(

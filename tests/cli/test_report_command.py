@@ -27,7 +27,8 @@ def run(recipes, tmp_path, monkeypatch):
         recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="bf16", gpus=1, gpu="h200", settings=settings)
     )
     run = RunFolder.create(tmp_path / "llmb", config, datetime.now())
-    environ = {"MAX_STEPS": "7", "USE_CASE": "", "PATH": "/bin", "ADDITIONAL_SLURM_PARAMS": "qos=low;nice=5"}
+    environ = {"GPU_TYPE": "h200", "MAX_STEPS": "7", "USE_CASE": "", "PATH": "/bin"}
+    environ["ADDITIONAL_SLURM_PARAMS"] = "qos=low;nice=5"
     run.write_command_line(["/usr/bin/llmb-run", "submit", "--env", f"HF_TOKEN={TOKEN}"], environ)
     tokens = config.workload.gbs * config.workload.seqlen
     steps = [StepDone(step=n, steps=7, seconds=4.2, tokens=tokens, time=float(n)) for n in range(1, 8)]
@@ -98,7 +99,9 @@ def test_mistakes_are_one_line(llmb_run, run, arguments, message):
     assert err.count("\n") == 1
 
 
-def test_command_has_the_variables_that_override_the_recipe(run):
+def test_command_has_the_variables_that_choose_and_override_the_row(run):
     command = run.command_line.read_text().strip()
-    assert command.startswith("MAX_STEPS=7 ADDITIONAL_SLURM_PARAMS='qos=low;nice=5' llmb-run submit --env HF_TOKEN=")
+    assert command.startswith(
+        "GPU_TYPE=h200 MAX_STEPS=7 ADDITIONAL_SLURM_PARAMS='qos=low;nice=5' llmb-run submit --env HF_TOKEN="
+    )
     assert TOKEN not in command

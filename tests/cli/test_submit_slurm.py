@@ -53,6 +53,26 @@ def test_dry_run_prints_the_job_script_where_a_cluster_is_configured(llmb_run, c
     assert (code, sbatch_options(out)) == (0, [])
 
 
+def test_settings_in_the_environment_of_the_cluster_file_reach_the_run(llmb_run, cluster):
+    """Recipes read them from launch.sh's environment; ranks have no use for them."""
+    site = "NCCL_NET: IB, MAX_STEPS: 100, CONCURRENCY: 7, RUN_CONF_PROFILE_STOP_STEP: 48"
+    workload = "{environment: {TP: 2, TIME_LIMIT: '00:45:00'}}"
+    (cluster / "cluster_config.yaml").write_text(
+        f"{{schema_version: 2, gpu_type: h100, environment: {{{site}}}, slurm: {{gpu: {{gres: 8}}}}, "
+        f"workloads: {{config: {{pretrain_llama3.1: {workload}}}}}}}"
+    )
+    code, out, err = llmb_run(*H100[:-2], "--dry-run", "--set", "steps=60")
+    assert (code, err) == (0, "")
+    assert "--time=00:48:00" in sbatch_options(out)
+    assert "gpus16_tp2_pp1" in out
+    assert "tp = 2 instead of 1 (cluster_config.yaml TP)" in out
+    assert "steps = 60 instead of 100 (--set)" in out
+    assert "concurrency" not in out, "of serving"
+    assert "profile_stop" not in out, "without profiling"
+    out = llmb_run(*H100, "--dry-run", "--on", "local")[1]
+    assert "cluster_config.yaml" not in out
+
+
 def test_cpu_ranks_are_spread_over_nodes_like_gpu_ranks(llmb_run, cluster):
     code, out, _ = llmb_run(*PROXY[:7], "--scale", "16", "--proxy", "--gpu-type", "cpu", "--dry-run")
     assert code == 0

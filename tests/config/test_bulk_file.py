@@ -56,6 +56,28 @@ def test_yaml_sweeps_every_combination(bulk, recipes):
     assert (chat.workload.use_case, chat.workload.max_batch_size) == ("chat", 100)
 
 
+@pytest.mark.parametrize(
+    "overrides", ['{env: {USE_CASE: "chat:64/32", NCCL_DEBUG: INFO}}', '{params: {use_case: ["chat:64/32"]}}']
+)
+def test_a_use_case_may_have_its_lengths(bulk, recipes, overrides):
+    tasks = bulk(f"inference_deepseek-r1_671b: {{dtypes: nvfp4, scales: 4, tasks: [{{overrides: {overrides}}}]}}")
+    work = resolve(recipes["inference_deepseek-r1"], tasks[0].request).workload
+    assert (work.use_case, work.isl, work.osl) == ("chat", 64, 32)
+    assert "USE_CASE" not in tasks[0].request.environment
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("DTYPE: bf16", "yaml DTYPE: a variable of ranks does not choose the row; name the dtype$"),
+        ("FP8_RECIPE: mx", "^FP8_RECIPE=mx has no effect here"),
+    ],
+)
+def test_variables_that_change_nothing_are_refused(bulk, variable, message):
+    with pytest.raises(ConfigError, match=message):
+        bulk(f"pretrain_llama3.1_405b: {{scales: 128, tasks: [{{overrides: {{env: {{{variable}}}}}}}]}}")
+
+
 def test_text_format_accepts_hyphens_and_trailing_comments(bulk):
     tasks = bulk(TEXT, "runs.txt")
     assert [(t.workload, t.request.gpus, t.repeats) for t in tasks] == [

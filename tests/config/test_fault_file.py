@@ -9,7 +9,7 @@ from llmb.config.faults.fault_file import SPARE_RESTARTS, draw_faults, read_faul
 from llmb.config.faults.fault_plan import CHECKPOINT_KINDS, Fault, FaultInjection
 from llmb.config.model import Model
 from llmb.config.serialization import build, to_plain
-from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Override, Parallel, Precision, RunConfig, Training
 from llmb.errors import ConfigError
 
 CONFIG = RunConfig(
@@ -44,6 +44,15 @@ def test_a_run_with_faults_says_so_and_may_restart() -> None:
     assert config.name == "small_faults2"
     assert config.limits.max_restarts == 1 + SPARE_RESTARTS
     assert build(RunConfig, to_plain(config)) == config
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_number_of_restarts_that_was_set_is_kept(restarts: int) -> None:
+    override = Override(field="max_restarts", value=restarts, replaced=None, source="--set")
+    limits = replace(CONFIG.limits, max_restarts=restarts)
+    config = replace(CONFIG, limits=limits, overrides=(override,))
+    plan = FaultInjection(faults=(Fault(kind="hang", step=3), Fault(kind="hang", step=5)), source="f.yaml")
+    assert with_faults(config, plan).limits.max_restarts == restarts
 
 
 @pytest.mark.parametrize(

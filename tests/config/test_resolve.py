@@ -9,7 +9,7 @@ from recipe_requests import ALL, overrides
 
 from llmb.config.model import DeltaNetConfig
 from llmb.config.native.departures import departures
-from llmb.config.overrides import Setting, from_arguments, from_environment
+from llmb.config.overrides import Setting, from_arguments, from_environment, split_environment
 from llmb.config.parallel_layout import check_model
 from llmb.config.recipe import expand_gpus, per_gpus, selector_values
 from llmb.config.resolve import resolve
@@ -206,6 +206,22 @@ def test_proxy_takes_the_layout_of_its_gpu():
     assert (on_h100.machine.gpu, on_h100.parallel.pp) == ("h100", 2)
     on_h200 = resolve(llama, request("405b", "fp8", 16, "h200", proxy="small"))  # not in the table: the recipe's choice
     assert (on_h200.machine.gpu, on_h200.parallel.pp, on_h200.parallel.fsdp) == ("h200", 1, True)
+
+
+def test_a_variable_of_nvidias_recipes_without_effect_here_is_refused():
+    with pytest.raises(ConfigError, match=r"^FP8_RECIPE=mx has no effect here: unset it; --set fp8_recipe="):
+        from_environment({"FP8_RECIPE": "mx"})
+    with pytest.raises(ConfigError, match=r"^CONFIG_VARIANT=v1 has no effect here: unset it$"):
+        from_environment({"CONFIG_VARIANT": "v1"})
+    assert from_environment({"ENABLE_VBOOST": "false", "ENABLE_CHECKPOINT": "", "TP_COMM_OVERLAP": "False"}) == []
+    settings, for_ranks = split_environment({"USE_CASE": "chat:64/32", "NCCL_DEBUG": "INFO"}, "--env")
+    assert [(s.field, s.value, s.source) for s in settings] == [
+        ("use_case", "chat", "--env USE_CASE"), ("isl", "64", "--env USE_CASE"), ("osl", "32", "--env USE_CASE"),
+    ]  # fmt: skip
+    assert for_ranks == {"NCCL_DEBUG": "INFO"}
+    with pytest.raises(ConfigError, match=r"^--env GPU_TYPE: a variable of ranks does not choose the row"):
+        split_environment({"GPU_TYPE": "gb200"}, "--env")
+    assert from_environment({"ET": "4"}) == [Setting(field="etp", value="4", source="environment ET")]
 
 
 def test_environment_variable_without_effect_is_rejected():

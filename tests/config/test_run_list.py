@@ -59,6 +59,26 @@ def test_discovery_takes_training_workloads_only(recipes):
         (RunSelection(targets=("pretrain_llama3.1",), scales=(8,), max_scale=8), "--scale excludes"),
         (RunSelection(targets=("pretrain_llama3.1",), force=True), "--force takes exactly one run"),
         (RunSelection(targets=("pretrain_llama3.1",), repeats=0), "at least 1"),
+        (
+            RunSelection(targets=("pretrain_llama3.1_405b",), gpu="h100", max_scale=256),
+            "--max-scale 256 is below the scales of pretrain_llama3.1 405b h100: 1024$",
+        ),
+        (
+            RunSelection(targets=("pretrain_grok1",), gpu="gb200", dtypes=("bf16",), max_scale=64),
+            "--max-scale 64 is below the scales of pretrain_grok1 gb200 bf16: 128, 256, 512$",
+        ),
+        (
+            RunSelection(targets=("pretrain_llama3.1",), size="8b", gpu="h100", dtypes=("bf16",), min_scale=True),
+            "unknown dtype of pretrain_llama3.1 8b h100 'bf16'; choices are: fp8$",
+        ),
+        (
+            RunSelection(targets=("pretrain_llama3.1",), size="8b", gpu="h100", dtypes=("fp8", "bf16"), max_scale=16),
+            "unknown dtype of pretrain_llama3.1 8b h100 'bf16'",
+        ),
+        (
+            RunSelection(targets=("pretrain_llama3.1_1b",), gpu="h100", min_scale=True),
+            "unknown GPU type of pretrain_llama3.1 1b 'h100'",
+        ),
     ],
 )
 def test_invalid_selection_is_named(recipes, selection, message):

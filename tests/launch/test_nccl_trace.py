@@ -45,8 +45,11 @@ def test_profiled_ranks_must_exist(recipes):
     assert config.profile.profile_ranks == (0, 255)
     with pytest.raises(ConfigError, match="there is no rank 256; the run has ranks 0 to 255"):
         resolved(recipes, {"ENABLE_PROFILE": "true", "PROFILE_RANKS": "0,256"})
-    with pytest.raises(ConfigError, match="expected a whole number, got '0-3'"):
-        resolved(recipes, {"ENABLE_PROFILE": "true", "PROFILE_RANKS": "0-3"})
+    config = resolved(recipes, {"ENABLE_PROFILE": "true", "PROFILE_RANKS": "0-3, 255"})
+    assert config.profile.profile_ranks == (0, 1, 2, 3, 255)
+    for wrong in ("3-0", "-1", "0-", "0-9999999", "a"):
+        with pytest.raises(ConfigError, match=f"expected whole numbers and ranges such as 0,8-15, got '{wrong}'"):
+            resolved(recipes, {"ENABLE_PROFILE": "true", "PROFILE_RANKS": wrong})
     with pytest.raises(ConfigError, match="PROFILE_RANKS: profile_ranks has no effect without profiling"):
         resolved(recipes, {"PROFILE_RANKS": "0"})
 

@@ -255,6 +255,8 @@ def test_differing_fields_come_first(run):
     output = text(compare(run(1.0), run(0.8, lr="0.001")))
     assert output.index("workload.lr") < output.index("tokens_per_s") < output.index("verdict: B is faster")
     assert "same configuration" in text(compare(run(1.0), run(1.0)))
+    windows = text(compare(run(1.0), run(1.0, window="20-30")))
+    assert re.search(r"workload\.window +11-40 +20-30", windows), "a window as it is typed"
 
 
 def test_runs_that_cannot_be_compared_are_refused(run, recipes):

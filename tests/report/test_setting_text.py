@@ -123,17 +123,23 @@ def test_departure_is_one_line_of_show_and_dry_run_and_is_in_the_result(show_set
 
 
 @pytest.mark.parametrize(
-    ("value", "replaced", "text"),
+    ("field", "value", "replaced", "text"),
     [
-        (True, None, "f = true"),
-        (False, True, "f = false instead of true"),
-        (60.0, 178, "f = 60 instead of 178"),
-        ([3, 5], (11, 44), "f = 3-5 instead of 11-44"),
-        (["constraint=gpu&memory", "exclusive"], None, "f = constraint=gpu&memory, exclusive"),
+        ("profile", True, None, "profile = true"),
+        ("streaming", False, True, "streaming = false instead of true"),
+        ("host_gib", 60.0, 178, "host_gib = 60 instead of 178"),
+        ("window", [3, 5], (11, 44), "window = 3-5 instead of 11-44"),
+        ("profile_ranks", [0, 8], None, "profile_ranks = 0,8"),
+        (
+            "slurm_params",
+            ["constraint=gpu&memory", "exclusive"],
+            None,
+            "slurm_params = constraint=gpu&memory, exclusive",
+        ),
     ],
 )
-def test_a_changed_setting_is_shown_as_it_is_typed(value, replaced, text):
-    assert override_text(Override(field="f", value=value, replaced=replaced, source="--set")) == text
+def test_a_changed_setting_is_shown_as_it_is_typed(field, value, replaced, text):
+    assert override_text(Override(field=field, value=value, replaced=replaced, source="--set")) == text
 
 
 def test_number_formats_are_in_the_result(show_settings):

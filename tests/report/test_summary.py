@@ -59,6 +59,16 @@ def test_the_advice_adds_samples(recipes, changes, advice):
     assert trained(followed, followed.workload.steps).step_time_s.n > result.step_time_s.n
 
 
+def test_the_advice_for_a_profiled_run_takes_no_traced_steps(recipes):
+    """More steps do not lengthen its window, which ends before those that are traced."""
+    profiled = {"profile": "true", "steps": "60", "profile_start": "50", "profile_stop": "53"}
+    config = proxy(recipes, "pretrain_llama3.1", "8b", **profiled)
+    assert config.workload.window == (11, 49)
+    assert "or run it without profiling" in summary(trained(config, 60, seconds=(0.3, 0.5, 0.9)))
+    shorter = proxy(recipes, "pretrain_llama3.1", "8b", **profiled, window="11-12")
+    assert "(--set window=11-49)" in summary(trained(shorter, 60))
+
+
 def test_noisy_steps_are_told_to_run_longer_and_then_count(recipes):
     noisy = proxy(recipes, "pretrain_llama3.1", "8b")
     result = trained(noisy, 40, seconds=(0.3, 0.5, 0.9))

@@ -259,7 +259,7 @@ def test_where_no_log_is_an_experiment_there_is_no_rate(tmp_path):
 def native_run(recipes, tmp_path):
     """A run folder of our own engine with steps of half a second."""
 
-    def make(workload, size, job, recorded=None, **changes):
+    def make(workload, size, job, recorded=None, ending=None, **changes):
         settings = tuple(Setting(field=k, value=v, source="--set") for k, v in changes.items())
         request = RunRequest(size=size, dtype="bf16", gpus=1, proxy="small", settings=settings)
         config = resolve(recipes[workload], request)
@@ -270,7 +270,7 @@ def native_run(recipes, tmp_path):
             tokens = config.workload.gbs * config.workload.seqlen
             for step in range(1, (recorded or config.workload.steps) + 1):
                 append(run.events(0), StepDone(step=step, seconds=0.5, tokens=tokens, loss=8.0))
-            append(run.events(0), RunEnded(status="ok"))
+            append(run.events(0), ending or RunEnded(status="ok"))
         return config.name
 
     return make
@@ -294,6 +294,24 @@ def test_runs_of_our_own_engine_have_rows_with_their_window_and_job_id(native_ru
     assert f"  {nemotron}_L2: incomplete: 17 of 40 steps are recorded" in lines
     assert f"  {longer}_L3: iterations 11-60, the window of this run" in lines
     assert "  Failed experiments: 1" in lines, "the serving run has no row"
+
+
+@pytest.mark.parametrize("status", ["failed", "oom", "timeout"])
+def test_a_run_that_fails_after_its_last_step_is_no_success(native_run, tmp_path, status):
+    name = native_run("pretrain_grok1", "314b", "L1", ending=RunEnded(status=status, reason="the disk is full"))
+    lines, good = report(tmp_path / "workloads", "nemo")
+    assert not good
+    assert lines[4].split()[1:] == ["Failed", "(40", "iterations)"]
+    assert f"  {name}_L1: {status}: the disk is full" in lines
+
+
+def test_a_log_with_an_error_after_its_window_is_no_success(tmp_path):
+    (tmp_path / "a.out").write_text(nemo_log(46, total=50) + "torch.OutOfMemoryError: CUDA out of memory.\n")
+    lines, good = report(tmp_path, "nemo")
+    assert not good
+    assert lines[4].split()[1:] == ["Failed", "(45", "iterations)"]
+    (tmp_path / "a.out").write_text(nemo_log(50) + "torch.OutOfMemoryError: CUDA out of memory.\n")
+    assert report(tmp_path, "nemo")[1], "an error of the shutdown, once all steps are done, is no failure"
 
 
 def test_a_short_run_of_ours_is_measured_over_a_shorter_window_with_a_note(native_run, tmp_path):

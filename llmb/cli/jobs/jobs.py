@@ -143,6 +143,8 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_show(options: argparse.Namespace) -> int:
     """Print the figures and the folder of a run."""
+    from dataclasses import replace
+
     from llmb.cli.profile_pictures import describe_profile
     from llmb.cli.stored_runs import load_run
     from llmb.config.serialization import to_json
@@ -159,6 +161,8 @@ def run_show(options: argparse.Namespace) -> int:
         print(to_json(result))
         return 0
     print_report("\n".join(_describe(job, retries)))
+    if job.status == "running":
+        result = replace(result, reason=_progress(result))
     if job.status not in ("submitting", "pending"):  # which have no figures
         print_report(f"\n{summary(result)}")
     print(f"\nrun folder: {run.short_path}")
@@ -167,6 +171,13 @@ def run_show(options: argparse.Namespace) -> int:
         if run.report_page.exists():
             print(f"report: {run.short_path_of(run.report_page)}")
     return 0
+
+
+def _progress(result: Any) -> str:
+    """Return how far a running job is; its files alone do not tell whether it was killed."""
+    if result.steps_asked is None:
+        return "still running"
+    return f"still running: {result.steps_done or 0} of {result.steps_asked} steps are done"
 
 
 def _describe(job: Any, retries: list[str]) -> list[str]:

@@ -24,23 +24,23 @@ def settings_with_engine(options: argparse.Namespace) -> list[str]:
 def other_engine_note(
     options: argparse.Namespace, engine: str, native_time: Callable[[], str] | None = None
 ) -> str | None:
-    """Return which engine is predicted where a command with --model names none, and the time of this repository's.
+    """Return which engine is predicted where a command names none, and the time of this repository's.
 
-    `show --model` and `submit --model` run that one, so the same model would get two figures without a word. None: the
-    command names an engine, or a recipe row, whose engine is the one that published it.
+    `show` and `submit` run that one, so the same model or row would get two figures without a word. None: the command
+    names an engine, or predicts this one.
     """
     from llmb.perfmodel.step_time.run_description import NATIVE
 
     is_named = options.engine is not None or _names_engine(options.set)
-    if options.model is None or is_named or engine == NATIVE:
+    if is_named or engine == NATIVE:
         return None
+    why, model = ("as none is named", " --model") if options.workload is None else ("which published the row", "")
     try:
-        time = f": {native_time()} with the same settings" if native_time else ""
+        settings = " with the same settings" if model else ""  # of a row it may leave some out, which `show` lists
+        time = f": {native_time()}{settings}" if native_time else ""
     except ConfigError as error:
         time = f", which does not run this: {error}"
-    return (
-        f"engine {engine}, as none is named; `show` and `submit --model` run engine {NATIVE} (--engine {NATIVE}){time}"
-    )
+    return f"engine {engine}, {why}; `show` and `submit{model}` run engine {NATIVE} (--engine {NATIVE}){time}"
 
 
 def _names_engine(settings: list[str]) -> bool:

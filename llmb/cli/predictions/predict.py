@@ -122,7 +122,8 @@ def _predict_setups(options: argparse.Namespace) -> int:
     first = setups[0]
 
     def native_time() -> str:
-        seconds = predict(replace(first, engine=NATIVE), on).step_time_s
+        native = _native_setup(options, first) if options.workload else replace(first, engine=NATIVE)
+        seconds = predict(native, on).step_time_s
         return f"{seconds:.3f} s on {first.gpus} GPU{'s' if first.gpus > 1 else ''}"
 
     print_note(other_engine_note(options, first.engine, native_time))
@@ -198,6 +199,17 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     split = setup.parallel
     ranks = layout_gpus(split.tp, split.pp, split.cp, split.ep, split.etp)
     return _curve(setup, _usable(options.scale or "the recipe", scales, ranks))
+
+
+def _native_setup(options: argparse.Namespace, published: Any) -> Any:
+    """Return the description of a recipe row as `submit` runs it, at the scale of the published one."""
+    from dataclasses import replace
+
+    from llmb.cli.recipe_row import native_row
+    from llmb.perfmodel.step_time.step_setup import setup_of
+
+    setup = setup_of(native_row(options, options.set)[0])
+    return _curve(replace(setup, watts=published.watts, rates=published.rates), [published.gpus])[0]
 
 
 def _usable(text: str, scales: list[int], ranks: int) -> list[int]:

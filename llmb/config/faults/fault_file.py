@@ -17,7 +17,7 @@ from typing import Any
 
 from llmb.config.faults.fault_plan import CHECKPOINT_KINDS, FAULT_KINDS, Fault, FaultInjection
 from llmb.config.serialization import build
-from llmb.config.spec import Limits, RunConfig, Training
+from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.formats.yaml_file import load_yaml
 
@@ -90,8 +90,9 @@ def with_faults(config: RunConfig, plan: FaultInjection) -> RunConfig:
     for before, after in pairwise(plan.faults):
         if before.step == after.step:
             raise ConfigError(f"{plan.source}: two faults at step {after.step}; give each a step of its own")
-    restarts = config.limits.max_restarts or sum(fault.ends_run for fault in plan.faults) + SPARE_RESTARTS
-    limits: Limits = replace(config.limits, max_restarts=restarts)
+    limits = config.limits
+    if not limits.max_restarts and not any(override.field == "max_restarts" for override in config.overrides):
+        limits = replace(limits, max_restarts=sum(fault.ends_run for fault in plan.faults) + SPARE_RESTARTS)
     return replace(config, fault_injection=plan, limits=limits, name=f"{config.name}_faults{len(plan.faults)}")
 
 

@@ -108,7 +108,8 @@ def _check_restarts(config: RunConfig) -> None:
 def departures(config: RunConfig) -> list[str]:
     """Return one line for each setting of the recipe row that the engine leaves out."""
     return [
-        f"{o.field}={typed_value(o.value)} instead of the recipe's {typed_value(o.replaced)} ({o.source})"
+        f"{o.field}={typed_value(o.value, o.field)} instead of the recipe's "
+        f"{typed_value(o.replaced, o.field)} ({o.source})"
         for o in config.overrides
         if is_departure(o)
     ]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from llmb.config.overrides import typed_value
 from llmb.report.compare.compare_serving import METHOD
 from llmb.report.compare.run_pair import same_size
 from llmb.report.table import number, render
@@ -105,7 +106,13 @@ def _blocks(time: dict[str, Any]) -> str:
 def _differing(differing: dict[str, list[Any]], labels: Sequence[str]) -> str:
     if not differing:
         return "same configuration"
-    return "differing fields\n" + render(("field", *labels), [(field, *row) for field, row in differing.items()])
+    rows = [(name, *(_typed(value, name) for value in row)) for name, row in differing.items()]
+    return "differing fields\n" + render(("field", *labels), rows)
+
+
+def _typed(value: Any, dotted_name: str) -> Any:
+    """Return a list as it is typed for its field: a window as 35-44."""
+    return typed_value(value, dotted_name.rpartition(".")[2]) if isinstance(value, list | tuple) else value
 
 
 def _doubts(doubts: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from llmb.events import RequestDone, StepDone
 from llmb.report.page.html_blocks import copy_button, link, section, table
 from llmb.report.page.page_shell import compressed
 from llmb.report.page.run_record import RunRecord
-from llmb.report.setting_text import settings
+from llmb.report.setting_text import override_rows, settings
 from llmb.report.summary import NOTES
 from llmb.results.result import Result
 
@@ -56,7 +56,7 @@ def configuration(record: RunRecord) -> str:
     config = record.config
     changed = table(
         "changed", ("changed", "recipe", "here", "by"),
-        [(o.field, _text(o.replaced), _text(o.value), o.source) for o in config.overrides if o.value != o.replaced],
+        override_rows(o for o in config.overrides if o.value != o.replaced),
     )  # fmt: skip
     pairs = to_plain(config.workload).items() if isinstance(config, LoadConfig) else settings(config)
     every = table("settings", ("setting", "value"), [(name, _text(value)) for name, value in pairs], "words pairs")

@@ -84,7 +84,7 @@ def _verdict(records: Sequence[RunRecord], labels: Sequence[str]) -> list[str]:
             lines.append(f"{label} processes {rate / first:.3f} times the tokens/s per GPU of {labels[0]}.")
         else:
             lines.append(f"{label} has no rate of tokens to compare with {labels[0]}.")
-    return [*lines, "`llmb-run compare` gives intervals and a verdict that accounts for noise."]
+    return [*lines, "llmb-run compare gives intervals and a verdict that accounts for noise."]
 
 
 def _descriptions(records: Sequence[RunRecord], labels: Sequence[str]) -> str:
