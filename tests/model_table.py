@@ -23,6 +23,7 @@ TITLES = {
     "phi3": "Phi-3, Phi-4", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "gemma2": "Gemma 2", "gemma3": "Gemma 3 (text)",
     "exaone4": "EXAONE 4",
     "mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss 20b, 120b",
+    "glm4_moe": "GLM-4.5, 4.6, 4.7, GLM-4.5-Air", "minimax_m2": "MiniMax-M2",
     "nemotron_h": "Nemotron-H", "grok1": "Grok-1", "deepseek": "DeepSeek-V3, R1, Kimi K2",
 }  # fmt: skip
 TABLE_MODELS = [*SMALL_MODELS.values(), *DENSE_CASES, *MIXTURE_CASES]

@@ -70,6 +70,19 @@ def gpt_oss_model(**fields: Any) -> Model:
     return replace(model, attention_scale=model.head_dim**-0.5 * (0.1 * math.log(model.rope.factor) + 1) ** 2)
 
 
+def glm4_moe_model(**fields: Any) -> Model:
+    """Return a GLM-4.5: DeepSeek's experts behind attention with biases, of whose heads half rotates."""
+    rope = RopeConfig(theta=1_000_000.0, partial_rotary_factor=0.5)
+    return _model("glm4_moe", {"qkv_bias": True, "qk_norm": "head", "rope": rope, "experts": GROUPED_MOE}, fields)
+
+
+def minimax_m2_model(**fields: Any) -> Model:
+    """Return a MiniMax-M2, whose queries and keys are normed as a whole."""
+    experts = MoEConfig(count=8, top_k=2, ffn=24, score="sigmoid")
+    rope = RopeConfig(theta=5_000_000.0, partial_rotary_factor=0.5)
+    return _model("minimax_m2", {"qk_norm": "projection", "rope": rope, "ffn": 24, "experts": experts}, fields)
+
+
 def nemotron_h_model(pattern: str = "M-M*-", **fields: Any) -> Model:
     """Return a Nemotron-H with a layer for each letter of the pattern."""
     defaults = {
@@ -110,6 +123,11 @@ SMALL_MODELS = {
     "qwen3_moe": qwen3_moe_model(name="qwen3_moe", **(_SIZES | {"layers": 2}), experts=_EXPERTS),
     "gpt_oss": gpt_oss_model(
         name="gpt_oss", **(_SIZES | {"layers": 2, "ffn": 48}), experts=replace(_EXPERTS, bias=True)
+    ),
+    "glm4_moe": glm4_moe_model(
+        name="glm4_moe",
+        **(_SIZES | {"layers": 3}),
+        experts=replace(GROUPED_MOE, top_k=2, ffn=32, groups=1, top_groups=1, dense_layers=1),
     ),
     "nemotron_h": nemotron_h_model(
         name="nemotron_h",

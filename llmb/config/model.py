@@ -5,7 +5,7 @@ from typing import Literal
 
 Architecture = Literal[
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "olmo3", "gemma2", "gemma3", "exaone4",
-    "mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "grok1", "deepseek",
+    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "nemotron_h", "grok1", "deepseek",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from llmb.config.model import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, rope_config
-from llmb.models.hf_layout import HfLayout, OffsetLayout, PartialRotaryLayout
+from llmb.models.hf_layout import HfLayout, OffsetLayout, rotary_layouts
 
 
 class LlamaDecoderLayer(DecoderLayer):
@@ -46,12 +46,8 @@ class Llama(Decoder):
         names = Llama.hf_names(model)
         if dense.norm_offset:
             layouts |= {name: OffsetLayout(dense.norm_offset) for name in names if name.endswith("norm.weight")}
-        rotary_dim = int(model.head_dim * rope_config(model).partial_rotary_factor)
-        if rotary_dim < model.head_dim:
-            rotated = ("attention.q.weight", "attention.k.weight", "attention.q_bias", "attention.k_bias")
-            layout = PartialRotaryLayout(model.head_dim, rotary_dim)
-            layouts |= {name: layout for name in names if name.endswith(rotated)}
-        return layouts
+        partial = rope_config(model).partial_rotary_factor
+        return layouts | rotary_layouts(names, model.head_dim, partial, dense.interleaved_rope)
 
 
 def _check(model: Model) -> None:

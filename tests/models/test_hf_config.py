@@ -127,7 +127,7 @@ OTHERS = (
     "gpt2",
     "falcon",
     "llama4",
-    "glm4_moe",
+    "glm_moe_dsa",
     "cohere",
     "phi3small",
     "phimoe",

@@ -32,6 +32,7 @@ from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
 
 TOLERANCE = 1e-4  # relative to the largest logit, fp32
+EXPERT_COUNTS = {"n_routed_experts", "num_local_experts", "num_experts"}
 LEFT_OUT = "left out"  # in place of a value
 TOKENS = torch.arange(48).reshape(1, 48) * 7 % 61
 
@@ -130,7 +131,7 @@ def reference(config: dict[str, Any]) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**json.loads(json.dumps(config))), attn_implementation="eager"
     )
-    network.set_experts_implementation("eager") if "n_routed_experts" in config else None
+    network.set_experts_implementation("eager") if EXPERT_COUNTS & config.keys() else None
     buffers = [(name, buffer) for name, buffer in network.named_buffers() if name.endswith("correction_bias")]
     with torch.no_grad():
         for name, tensor in (*network.named_parameters(), *buffers):

@@ -16,6 +16,7 @@ from small_models import GROUPED_MOE, MLA, deepseek_model, llama_model, nemotron
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from llmb.config.huggingface.hf_config import load_hf_config
+from llmb.config.huggingface.mixtures import MIXTURES
 from llmb.config.model import MambaConfig, Model, RopeConfig
 from llmb.models.architectures import Network, build_model
 from llmb.models.hf_weights import load_weights
@@ -25,7 +26,7 @@ TOLERANCE = {
     "llama": 1e-5,
     "deepseek": 1e-4,
     "nemotron_h": 1e-4,
-    **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), 1e-4),
+    **dict.fromkeys(MIXTURES, 1e-4),
 }
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
 MLA_SIZES = SIZES | {"head_dim": MLA.value_dim}

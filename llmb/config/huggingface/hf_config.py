@@ -18,9 +18,9 @@ from llmb.config.huggingface.hf_fields import (
     SIZE_FIELDS,
     HfConfig,
     check_quantization,
+    check_routing,
     check_supported,
     from_hf,
-    positive_int,
     read_activation,
     required,
     to_hf,
@@ -88,7 +88,7 @@ OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Other names that `transformers` reads -> field of config.json.
 ALIASES: dict[str, dict[str, str]] = {
-    **{model_type: dict(mixture.aliases) for model_type, mixture in MIXTURES.items()},
+    **{model_type: mixture.aliases for model_type, mixture in MIXTURES.items()},
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
     "nemotron_h": {
         "layer_types": "layers_block_type",
@@ -127,9 +127,8 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
         check_supported(config, {"model_type": model_type})
         check_quantization(config, formats)
     config = _without_aliases(config, ALIASES.get(model_type, {}))
-    read_fields = next((dense.read_fields for dense in DENSE_MODELS.values() if dense.hf_type == model_type), set())
-    if model_type in MIXTURES:
-        read_fields = set(MIXTURES[model_type].read_fields)
+    likes = (*DENSE_MODELS.values(), *MIXTURES.values())
+    read_fields = next((like.read_fields for like in likes if like.hf_type == model_type), set())
     check_supported(config, {field: value for field, value in SUPPORTED_VALUES.items() if field not in read_fields})
     fields = _READERS[model_type](_with_defaults(config, model_type))
     return build(Model, {"name": name or model_type, **fields}, "config.json")
@@ -215,7 +214,7 @@ def _to_deepseek(model: Model) -> HfConfig:
 
 
 def _from_deepseek(config: HfConfig) -> dict[str, Any]:
-    _check_routing(config)
+    check_routing(config)
     return from_hf(config, SIZE_FIELDS) | {
         "architecture": "deepseek",
         "head_dim": required(config, "v_head_dim"),
@@ -237,17 +236,6 @@ def _mla_rope(config: HfConfig) -> dict[str, Any]:
         )
     check_supported(rope, {"truncate": True, "partial_rotary_factor": 1.0})
     return rope
-
-
-def _check_routing(config: HfConfig) -> None:
-    """Reject group-limited routing that leaves a token fewer experts than it is routed to."""
-    names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
-    count, groups, top_groups, top_k = (positive_int(config, name) for name in names)
-    if top_k > count // groups * top_groups:
-        raise ConfigError(
-            f"config.json: num_experts_per_tok={top_k} is more than the {count // groups * top_groups} experts in "
-            f"topk_group={top_groups} of n_group={groups} groups"
-        )
 
 
 def _to_nemotron_h(model: Model) -> HfConfig:
