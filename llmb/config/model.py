@@ -5,6 +5,7 @@ from typing import Literal
 
 Architecture = Literal[
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "olmo3", "gemma2", "gemma3", "exaone4",
+    "granite", "seed_oss", "glm", "glm4", "ernie4_5", "arcee",
     "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "nemotron_h", "grok1", "deepseek",
 ]  # fmt: skip
 
@@ -127,6 +128,7 @@ class Model:
     attention_sinks: bool = False  # a learned logit of each head joins the softmax, without a value
     output_gate: bool = False  # a sigmoid gate on the attention's output, projected with the queries (predicted only)
     attn_logit_softcap: float | None = None  # cap * tanh(logits / cap) before the softmax
+    residual_scale: float = 1.0  # of what each block adds to the residual
     embedding_scale: float = 1.0  # of the embedding's output
     logit_scale: float = 1.0  # of the logits
     logit_softcap: float | None = None  # of the logits: cap * tanh(logits / cap)

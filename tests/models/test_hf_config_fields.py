@@ -119,6 +119,7 @@ INVALID: dict[str, set[str]] = {
         "num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_local_experts", "qk_rope_head_dim",
         "head_dim", "partial_rotary_factor",
     },
+    "glm4_moe": {"n_routed_experts", "num_local_experts"},
     "nemotron_h": {"mamba_dt_max", "mamba_dt_init_floor", "mtp_hybrid_override_pattern"},
 }  # fmt: skip
 

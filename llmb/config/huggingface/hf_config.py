@@ -61,6 +61,10 @@ MAMBA_FIELDS = {
     "chunk": "chunk_size",
     "conv": "conv_kernel",
 }
+# Fields that only training has, which no network here computes.
+TRAINING_VALUES: HfConfig = dict.fromkeys(
+    ("attention_dropout", "hidden_dropout", "residual_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), 0.0
+)
 # Field of config.json -> the only supported value, which is also its default.
 SUPPORTED_VALUES: HfConfig = {
     "attention_bias": False,
@@ -77,8 +81,7 @@ SUPPORTED_VALUES: HfConfig = {
     "compression_config": None,  # older name of quantization_config
     "per_layer_config": None,  # settings of single layers
     "partial_rotary_factor": 1.0,
-    # Only training has them.
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), 0.0),
+    **TRAINING_VALUES,
     "mamba_hidden_act": "silu",
     "time_step_min": 0.001,
 }
@@ -132,6 +135,16 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
     check_supported(config, {field: value for field, value in SUPPORTED_VALUES.items() if field not in read_fields})
     fields = _READERS[model_type](_with_defaults(config, model_type))
     return build(Model, {"name": name or model_type, **fields}, "config.json")
+
+
+def check_trainable(config: HfConfig) -> None:
+    """Reject what a config.json asks of training alone: Seed-OSS is published with a dropout."""
+    for field, supported in TRAINING_VALUES.items():
+        if config.get(field) not in (None, supported):
+            raise ConfigError(
+                f"config.json: {field}={config[field]} is not computed in training; --task serve does not need it, and "
+                f"a copy of config.json with {supported} trains without it"
+            )
 
 
 def load_hf_config(path: Path) -> Model:

@@ -57,6 +57,8 @@ class LlamaLike:
     activation_field: str = "hidden_act"
     # Where layers with a sliding window, or without RoPE, are listed. flagged_layer_types: only if use_sliding_window.
     layers_by: Literal["none", "sliding_window", "layer_types", "flagged_layer_types", "no_rope_layers"] = "none"
+    has_granite_factors: bool = False  # factors on embedding, attention logits, what blocks add, and below the logits
+    dropout_fields: tuple[str, ...] = ()  # of config.json, published with a value that only training is about
     has_gemma_scalars: bool = False  # softcaps, scale of attention logits and of the embedding
     rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)  # of scaling
     has_partial_rotary: bool = False  # partial_rotary_factor: only the first channels of a head have RoPE
@@ -83,7 +85,9 @@ class LlamaLike:
     @property
     def read_fields(self) -> set[str]:
         """Fields of config.json that other architectures support with one value only."""
-        names = {*self.bias_fields} | ({"partial_rotary_factor"} if self.has_partial_rotary else set())
+        names = {*self.bias_fields, *self.dropout_fields} | (
+            {"partial_rotary_factor"} if self.has_partial_rotary else set()
+        )
         return names | ({"sliding_window"} if self.layers_by != "none" else set())
 
     def read(self, config: HfConfig) -> dict[str, Any]:
@@ -110,6 +114,8 @@ class LlamaLike:
         }
         if self.qk_norm_field:
             fields["qk_norm"] = "head" if config.get(self.qk_norm_field) else None
+        if self.has_granite_factors:
+            fields |= _read_granite_factors(config)
         if self.has_gemma_scalars:
             fields |= _read_gemma_scalars(config)
         if self.has_local_rope and "S" in pattern:
@@ -135,6 +141,8 @@ class LlamaLike:
             config[self.qk_norm_field] = model.qk_norm == "head"
         if self.has_partial_rotary and model.rope is not None:
             config["partial_rotary_factor"] = model.rope.partial_rotary_factor
+        if self.has_granite_factors:
+            config |= _write_granite_factors(model)
         if self.has_gemma_scalars:
             config |= _write_gemma_scalars(model)
         if self.has_rope_sections:
@@ -154,6 +162,7 @@ class LlamaLike:
             **dict.fromkeys(("attention.q_bias", "attention.k_bias", "attention.v_bias"), not model.qkv_bias),
             "attention.o_bias": not model.o_bias,
             "attention.sinks": not model.attention_sinks,
+            "mlp.gate.weight": not model.gated,
             **dict.fromkeys(("attention.q_norm.weight", "attention.k_norm.weight"), model.qk_norm is None),
         }
         return {name: hf_name for name, hf_name in self.names.items() if not missing.get(name)}
@@ -276,4 +285,31 @@ def _write_gemma_scalars(model: Model) -> HfConfig:
         "attn_logit_softcapping": model.attn_logit_softcap,
         "final_logit_softcapping": model.logit_softcap,
         "query_pre_attn_scalar": round(model.softmax_scale**-2),
+    }
+
+
+GRANITE_FACTORS = {
+    "embedding_scale": "embedding_multiplier",
+    "attention_scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+}
+
+
+def _read_granite_factors(config: HfConfig) -> dict[str, Any]:
+    defaults = dict.fromkeys((*GRANITE_FACTORS.values(), "logits_scaling"), 1.0)
+    factors = {name: convert(float, required(defaults | config, name), f"config.json.{name}") for name in defaults}
+    if factors["logits_scaling"] == 0:
+        raise ConfigError("config.json.logits_scaling: 0 divides the logits; it must be another number")
+    return {"logit_scale": 1 / factors["logits_scaling"]} | {
+        name: factors[hf_name] for name, hf_name in GRANITE_FACTORS.items()
+    }
+
+
+def _write_granite_factors(model: Model) -> HfConfig:
+    scaling = float(f"{1 / model.logit_scale:.12g}")  # 1 / (1 / 49) is not 49
+    return {
+        "embedding_multiplier": model.embedding_scale,
+        "attention_multiplier": model.softmax_scale,
+        "residual_multiplier": model.residual_scale,
+        "logits_scaling": scaling,
     }
