@@ -210,6 +210,22 @@ UNSUPPORTED = [
         LLAMA_8B | {"quantization_config": {"bits": 4, "quant_method": "gptq"}},
         "unknown quant_method of config.json's quantization_config: 'gptq'; choices are: fp8",
     ),
+    *(
+        (
+            LLAMA_8B | {"quantization_config": {"quant_method": method}},
+            f"unknown quant_method of config.json's quantization_config: '{method}'; choices are: fp8",
+        )
+        for method in ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "modelopt", "mxfp4")
+    ),
+    (
+        LLAMA_8B | {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
+        "weight_block_size=None is not supported; only [128, 128] is",
+    ),
+    (
+        LLAMA_8B | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.MyLlamaForCausalLM"}},
+        "auto_map with the code of modeling_mine.MyLlamaForCausalLM is not supported; only LlamaForCausalLM is",
+    ),
+    (LLAMA_8B | {"auto_map": "modeling_mine"}, "config.json.auto_map: expected a mapping"),
     (LLAMA_8B | {"quantization_config": {"load_in_4bit": True}}, "quantization_config: 'None'; choices are: fp8"),
     (LLAMA_8B | {"quantization_config": "awq"}, "config.json.quantization_config: expected a mapping, got 'awq'"),
     (
@@ -263,6 +279,21 @@ def test_unsupported_configs_are_rejected(config: dict[str, Any], message: str) 
     with pytest.raises(ConfigError) as error:
         from_hf_config(config)
     assert message in str(error.value)
+
+
+def test_code_of_the_same_class_and_dtypes_are_no_other_network() -> None:
+    """As files of DeepSeek-V3, Phi-3, MiniMax-M2 and ERNIE 4.5 name the code that they were published with."""
+    plain = from_hf_config(LLAMA_8B)
+    auto_map = {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "me/a--llama.LlamaForCausalLM"}
+    for more in (
+        {"auto_map": auto_map},
+        {"torch_dtype": "float16"},
+        {"dtype": "bfloat16"},
+        {"quantization_config": {}},
+    ):
+        assert from_hf_config(LLAMA_8B | more) == plain
+    ernie = LLAMA_8B | {"model_type": "ernie4_5", "rope_scaling": None}
+    assert from_hf_config(ernie | {"architectures": ["Ernie4_5_ForCausalLM"]}) == from_hf_config(ernie)
 
 
 def test_a_dropout_of_a_published_model_is_refused_in_training_only() -> None:

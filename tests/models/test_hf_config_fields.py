@@ -310,6 +310,30 @@ def test_every_field_is_honoured_or_refused(model_type: str, tmp_path: Path) -> 
     assert not problems, "\n".join(f"{field}: {problem}" for field, problem in problems.items())
 
 
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(each, marks=() if each in ("qwen3", "glm4") else (pytest.mark.slow, pytest.mark.nightly))
+        for each in MODELS
+    ],
+)
+def test_null_is_read_as_transformers_reads_it(model_type: str, tmp_path: Path) -> None:
+    """Published files have null for head_dim, num_key_value_heads, sliding_window, rope_scaling, biases."""
+    base, compared = base_config(model_type), 0
+    for name, section in fields(model_type, base):
+        config = base | {name: None}
+        try:
+            network = reference(config)
+            logits_of(network)
+        except INVALID_CONFIG:
+            continue
+        if section is None:
+            compared += 1
+            names = {name, ALIASES.get(model_type, {}).get(name, name)}
+            assert problem_of(names, config, network, tmp_path / name) is None, name
+    assert compared > 3
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)

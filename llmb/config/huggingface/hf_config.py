@@ -177,8 +177,17 @@ def _check_class(config: HfConfig, model_type: str) -> None:
     """Reject other networks of a model type: a classifier, a reward model, the draft of speculative decoding."""
     names = convert(tuple[str, ...] | None, config.get("architectures"), "config.json.architectures") or ()
     supported = _CLASS_NAMES[model_type]
-    if names and supported.casefold() not in (name.casefold() for name in names):  # LLaMAForCausalLM, in oldest files
+    if names and _plain(supported) not in map(_plain, names):
         raise ConfigError(f"config.json: architectures={', '.join(names)} is not supported; only {supported} is")
+    auto_map = convert(dict[str, Any] | None, config.get("auto_map"), "config.json.auto_map") or {}
+    code = convert(str | None, auto_map.get("AutoModelForCausalLM"), "config.json.auto_map.AutoModelForCausalLM")
+    if code is not None and _plain(code.rpartition(".")[2]) != _plain(supported):
+        raise ConfigError(f"config.json: auto_map with the code of {code} is not supported; only {supported} is")
+
+
+def _plain(class_name: str) -> str:
+    """Return a class name as older files and newer ones agree on it: LLaMAForCausalLM, Ernie4_5_ForCausalLM."""
+    return class_name.casefold().replace("_", "")
 
 
 def _config_file(path: Path) -> Path:
