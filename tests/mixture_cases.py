@@ -3,7 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
-from small_models import GROUPED_MOE, glm4_moe_model, gpt_oss_model, minimax_m2_model, mixtral_model, qwen3_moe_model
+from small_models import (
+    GROUPED_MOE,
+    dots1_model,
+    glm4_moe_model,
+    gpt_oss_model,
+    minimax_m2_model,
+    mixtral_model,
+    olmoe_model,
+    qwen3_moe_model,
+)
 
 from llmb.config.model import MoEConfig, RopeConfig
 
@@ -36,5 +45,12 @@ MIXTURE_CASES = [
     minimax_m2_model(
         name="quarter-rotary-tied", kv_heads=1, tied_embeddings=True,
         rope=RopeConfig(theta=100.0, partial_rotary_factor=0.25), **(SIZES | {"ffn": 24}),
+    ),
+    dots1_model(name="biases-one-kv-head-tied", kv_heads=1, qkv_bias=True, o_bias=True, tied_embeddings=True, **SIZES),
+    dots1_model(name="window-in-later-layers", attention_pattern="FS", window=9, **SIZES),
+    olmoe_model(name="not-renormalized", **(SIZES | {"ffn": 24, "head_dim": 12})),
+    olmoe_model(
+        name="biases-tied", tied_embeddings=True, qkv_bias=True, o_bias=True,
+        experts=MoEConfig(count=6, top_k=2, ffn=24), **(SIZES | {"ffn": 24, "head_dim": 12}),
     ),
 ]  # fmt: skip

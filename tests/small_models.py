@@ -83,6 +83,18 @@ def minimax_m2_model(**fields: Any) -> Model:
     return _model("minimax_m2", {"qk_norm": "projection", "rope": rope, "ffn": 24, "experts": experts}, fields)
 
 
+def dots1_model(**fields: Any) -> Model:
+    """Return a dots.llm1: GLM-4.5's experts behind attention with norms of each head."""
+    return _model("dots1", {"qk_norm": "head", "rope": RopeConfig(theta=10_000.0), "experts": GROUPED_MOE}, fields)
+
+
+def olmoe_model(**fields: Any) -> Model:
+    """Return an OLMoE, whose routing weights are those of a softmax over all experts."""
+    experts = MoEConfig(count=8, top_k=3, ffn=24, renormalise=False)
+    rope = RopeConfig(theta=10_000.0)
+    return _model("olmoe", {"qk_norm": "projection", "ffn": 24, "rope": rope, "experts": experts}, fields)
+
+
 def nemotron_h_model(pattern: str = "M-M*-", **fields: Any) -> Model:
     """Return a Nemotron-H with a layer for each letter of the pattern."""
     defaults = {

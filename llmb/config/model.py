@@ -6,7 +6,7 @@ from typing import Literal
 Architecture = Literal[
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "olmo3", "gemma2", "gemma3", "exaone4",
     "granite", "seed_oss", "glm", "glm4", "ernie4_5", "arcee",
-    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "nemotron_h", "grok1", "deepseek",
+    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "dots1", "olmoe", "nemotron_h", "grok1", "deepseek",
 ]  # fmt: skip
 
 

@@ -90,6 +90,7 @@ VALUES: dict[str, list[Any]] = {
     "attn_logit_softcapping": [2.0],
     "router_jitter_noise": [0.5],
     "num_hidden_layers": [1],
+    "clip_qkv": [0.1],
     "mamba_ssm_cache_dtype": ["bfloat16"],
 }
 # What other types of RoPE need, where a config.json has another.
@@ -119,6 +120,8 @@ INVALID: dict[str, set[str]] = {
         "num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_local_experts", "qk_rope_head_dim",
         "head_dim", "partial_rotary_factor",
     },
+    "olmoe": {"head_dim", "hidden_size", "num_attention_heads"},
+    "dots1": {"n_routed_experts", "num_local_experts"},
     "glm4_moe": {"n_routed_experts", "num_local_experts"},
     "nemotron_h": {"mamba_dt_max", "mamba_dt_init_floor", "mtp_hybrid_override_pattern"},
 }  # fmt: skip
@@ -361,10 +364,13 @@ def test_several_fields_at_once_are_honoured_or_refused(model_type: str, tmp_pat
 def test_fields_that_are_left_out_have_the_defaults_of_transformers(model_type: str) -> None:
     """At full size, with more heads than any default number of key-value heads."""
     sizes = {"num_attention_heads": 64, "hidden_size": 64 * 128}
-    pattern = {"layers_block_type": ["mamba", "mlp"]} if model_type == "nemotron_h" else {}
-    config = json.loads(json.dumps(AutoConfig.for_model(model_type, **sizes, **pattern).to_dict()))
+    without_default: dict[str, Any] = {
+        "nemotron_h": {"layers_block_type": ["mamba", "mlp"]},
+        "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    }.get(model_type, {})
+    config = json.loads(json.dumps(AutoConfig.for_model(model_type, **sizes, **without_default).to_dict()))
     model = from_hf_config(config)
-    for name in config.keys() - {"model_type", "layers_block_type", *sizes}:
+    for name in config.keys() - {"model_type", *without_default, *sizes}:
         shorter = {field: value for field, value in config.items() if field != name}
         try:
             assert from_hf_config(shorter) == model, name

@@ -157,6 +157,15 @@ OTHER_SIZES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     "GLM-4-9B-0414": ("glm4", (151_552, 4096, 13_696, 40, 32, 2), QKV_BIAS, 9_400_279_040),
     "GLM-4-32B-0414": ("glm4", (151_552, 6144, 23_040, 61, 48, 2), {"head_dim": 128}, 32_566_081_536),
     "ERNIE-4.5-0.3B": ("ernie4_5", (103_424, 1024, 3072, 18, 16, 2), TIED, 360_748_032),
+    "OLMoE-1B-7B": (
+        "olmoe", (50_304, 2048, 1024, 16, 16, 16), {"num_experts": 64, "num_experts_per_tok": 8}, 6_919_161_856
+    ),
+    "dots.llm1": (
+        "dots1", (152_064, 4096, 10_944, 62, 32, 32),
+        {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6,
+         "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None},
+        142_774_381_696,
+    ),
     "OLMo-2-0425-1B": ("olmo2", (100_352, 2048, 8192, 16, 16, 16), {}, 1_484_916_736),
     "OLMo-2-1124-13B": ("olmo2", (100_352, 5120, 13_824, 40, 40, 40), {}, 13_716_198_400),
     "OLMo-2-0325-32B": ("olmo2", (100_352, 5120, 27_648, 64, 40, 8), {}, 32_234_279_936),
