@@ -6,6 +6,7 @@ from typing import Any
 from small_models import (
     GROUPED_MOE,
     dots1_model,
+    ernie4_5_moe_model,
     glm4_moe_model,
     gpt_oss_model,
     minimax_m2_model,
@@ -48,6 +49,7 @@ MIXTURE_CASES = [
     ),
     dots1_model(name="biases-one-kv-head-tied", kv_heads=1, qkv_bias=True, o_bias=True, tied_embeddings=True, **SIZES),
     dots1_model(name="window-in-later-layers", attention_pattern="FS", window=9, **SIZES),
+    ernie4_5_moe_model(name="correction-bias-tied", tied_embeddings=True, **(SIZES | {"head_dim": 12})),
     olmoe_model(name="not-renormalized", **(SIZES | {"ffn": 24, "head_dim": 12})),
     olmoe_model(
         name="biases-tied", tied_embeddings=True, qkv_bias=True, o_bias=True,

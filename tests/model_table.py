@@ -25,7 +25,7 @@ TITLES = {
     "glm4": "GLM-4-0414", "ernie4_5": "ERNIE 4.5 (dense)", "arcee": "Arcee AFM",
     "mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss 20b, 120b",
     "glm4_moe": "GLM-4.5, 4.6, 4.7, GLM-4.5-Air", "minimax_m2": "MiniMax-M2",
-    "dots1": "dots.llm1", "olmoe": "OLMoE",
+    "dots1": "dots.llm1", "olmoe": "OLMoE", "ernie4_5_moe": "ERNIE 4.5 (MoE)",
     "nemotron_h": "Nemotron-H", "grok1": "Grok-1", "deepseek": "DeepSeek-V3, R1, Kimi K2",
 }  # fmt: skip
 TABLE_MODELS = [*SMALL_MODELS.values(), *DENSE_CASES, *MIXTURE_CASES]

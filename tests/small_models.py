@@ -88,6 +88,12 @@ def dots1_model(**fields: Any) -> Model:
     return _model("dots1", {"qk_norm": "head", "rope": RopeConfig(theta=10_000.0), "experts": GROUPED_MOE}, fields)
 
 
+def ernie4_5_moe_model(**fields: Any) -> Model:
+    """Return an ERNIE 4.5 with experts, of a softmax router with a correction bias."""
+    experts = MoEConfig(count=8, top_k=3, ffn=24, shared=2, dense_layers=1, correction_bias=True)
+    return _model("ernie4_5_moe", {"rope": RopeConfig(theta=10_000.0), "experts": experts}, fields)
+
+
 def olmoe_model(**fields: Any) -> Model:
     """Return an OLMoE, whose routing weights are those of a softmax over all experts."""
     experts = MoEConfig(count=8, top_k=3, ffn=24, renormalise=False)

@@ -89,6 +89,18 @@ class RotaryLayout:
         return tensor.unflatten(0, (-1, self.head_dim))[:, order_D.to(tensor.device)].flatten(0, 1)
 
 
+class OneRowLayout:
+    """A vector that files hold as a matrix of one row."""
+
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        """Return the matrix of a file."""
+        return tensor[None]
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """Return the vector."""
+        return tensor[0]
+
+
 # Tensors with a row for each channel of queries or keys.
 ROTATED = ("q.weight", "k.weight", "q_bias", "k_bias", "q_norm.weight", "k_norm.weight")
 

@@ -18,7 +18,7 @@ from llmb.models.decoder import (
     reject_fields,
     rope_config,
 )
-from llmb.models.hf_layout import ExpertStackLayout, HfLayout, rotary_layouts
+from llmb.models.hf_layout import ExpertStackLayout, HfLayout, OneRowLayout, rotary_layouts
 from llmb.models.moe import MoE, moe_config
 
 # Of gpt-oss: gate and up in turn in one tensor.
@@ -56,8 +56,11 @@ class Mixture(Decoder):
     def hf_layouts(model: Model) -> dict[str, HfLayout]:
         """Return how partly rotated heads and stacked experts differ in files."""
         names = Mixture.hf_names(model)
-        layouts = rotary_layouts(names, model.head_dim, rope_config(model).partial_rotary_factor)
-        if MIXTURES[model.architecture].has_expert_stacks:
+        like, partial = MIXTURES[model.architecture], rope_config(model).partial_rotary_factor
+        layouts = rotary_layouts(names, model.head_dim, partial, like.interleaved_rope)
+        if moe_config(model).correction_bias:
+            layouts |= {name: OneRowLayout() for name in names if name.endswith("router.bias")}
+        if like.has_expert_stacks:
             layouts |= {
                 name: layout for name in names for suffix, layout in STACK_LAYOUTS.items() if name.endswith(suffix)
             }

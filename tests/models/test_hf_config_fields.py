@@ -32,7 +32,7 @@ from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
 
 TOLERANCE = 1e-4  # relative to the largest logit, fp32
-EXPERT_COUNTS = {"n_routed_experts", "num_local_experts", "num_experts"}
+EXPERT_COUNTS = {"moe_num_experts", "n_routed_experts", "num_local_experts", "num_experts"}
 LEFT_OUT = "left out"  # in place of a value
 TOKENS = torch.arange(48).reshape(1, 48) * 7 % 61
 
@@ -120,6 +120,7 @@ INVALID: dict[str, set[str]] = {
         "num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_local_experts", "qk_rope_head_dim",
         "head_dim", "partial_rotary_factor",
     },
+    "ernie4_5_moe": {"num_experts"},
     "olmoe": {"head_dim", "hidden_size", "num_attention_heads"},
     "dots1": {"n_routed_experts", "num_local_experts"},
     "glm4_moe": {"n_routed_experts", "num_local_experts"},

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from published_models import GLM_AIR, GPT_OSS_20B, GPT_OSS_120B, MINIMAX_M2, MIXTRAL, QWEN3_30B
+from small_models import ernie4_5_moe_model
 
 from llmb.config.huggingface.hf_config import from_hf_config, to_hf_config
 from llmb.config.model import Model
@@ -119,6 +120,22 @@ def test_counts_are_those_of_the_published_files() -> None:
     ],
 )
 def test_unsupported_features_are_named(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_layer_end_index": 0}, "moe_layer_end_index=0 is not supported; only 1, the last layer, is"),
+        ({"moe_layer_interval": 2}, "moe_layer_interval=2 is not supported; only 1 is"),
+        ({"moe_use_aux_free": False}, "moe_use_aux_free=False is not supported; only True is"),
+        ({"use_bias": True}, "use_bias=True is not supported"),
+    ],
+)
+def test_other_layers_of_ernie_are_named(changes: dict[str, Any], message: str) -> None:
+    config = to_hf_config(ernie4_5_moe_model())
+    assert from_hf_config(config | {"moe_layer_end_index": -1}) == from_hf_config(config | {"moe_layer_end_index": 1})
     with pytest.raises(ConfigError, match=message):
         from_hf_config(config | changes)
 

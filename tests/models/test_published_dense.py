@@ -160,6 +160,12 @@ OTHER_SIZES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     "OLMoE-1B-7B": (
         "olmoe", (50_304, 2048, 1024, 16, 16, 16), {"num_experts": 64, "num_experts_per_tok": 8}, 6_919_161_856
     ),
+    "ERNIE-4.5-21B-A3B": (
+        "ernie4_5_moe", (103_424, 2560, 12_288, 28, 20, 4),
+        {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
+         "moe_layer_start_index": 1, "moe_layer_end_index": 27, "tie_word_embeddings": True},
+        21_825_437_888,
+    ),
     "dots.llm1": (
         "dots1", (152_064, 4096, 10_944, 62, 32, 32),
         {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6,

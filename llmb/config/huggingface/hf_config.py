@@ -198,9 +198,9 @@ def _config_file(path: Path) -> Path:
 def _with_defaults(config: HfConfig, model_type: str) -> HfConfig:
     """Return the fields with those of embeddings, which config.json leaves out where they have their default."""
     tied = any(
-        dense.defaults.get("tie_word_embeddings", False)
-        for dense in DENSE_MODELS.values()
-        if dense.hf_type == model_type
+        like.defaults.get("tie_word_embeddings", False)
+        for like in (*DENSE_MODELS.values(), *MIXTURES.values())
+        if like.hf_type == model_type
     )
     return {"tie_word_embeddings": tied, **config}
 

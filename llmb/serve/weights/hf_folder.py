@@ -176,9 +176,11 @@ def _check_names(folder: Path, model: Model, expected: Iterable[str], stored: Fo
 
 
 def _is_mtp_tensor(name: str, model: Model) -> bool:
-    """Return whether a tensor belongs to multi-token prediction layers, which follow the last layer."""
+    """Return whether a tensor belongs to multi-token prediction layers, which follow the last layer or are named so."""
+    if model.architecture not in MTP_ARCHITECTURES:
+        return False
     match = re.match(rf"{re.escape(HF_PREFIXES.get(model.architecture, 'model.'))}layers\.(\d+)\.", name)
-    return model.architecture in MTP_ARCHITECTURES and match is not None and int(match[1]) >= model.layers
+    return name.startswith("model.mtp_") or (match is not None and int(match[1]) >= model.layers)
 
 
 def _check_tensors(folder: Path, expected: dict[str, list[int]], stored: Folder) -> None:
