@@ -23,6 +23,12 @@ LONGROPE = RopeConfig(
     short_factors=(1.0, 1.1, 1.5), long_factors=(1.0, 3.0, 9.0),
 )  # fmt: skip
 
+# Compared at night only: other sizes and switches of what the first case of the architecture computes.
+NIGHTLY_CASES = {
+    "factors-biases-one-kv-head", "all-biases-one-kv-head-tied", "whole-rotary-one-kv-head-tied",
+    "quarter-rotary-one-kv-head-tied", "one-kv-head", "plain-mlp-biases-one-kv-head-tied",
+}  # fmt: skip
+
 
 def _case(architecture: str, name: str, **fields: Any) -> Model:
     return Model(**(SIZES | {"architecture": architecture, "name": name} | fields))

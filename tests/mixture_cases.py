@@ -20,6 +20,8 @@ from llmb.config.model import MoEConfig, RopeConfig
 ONE_GROUP = replace(GROUPED_MOE, groups=1, top_groups=1, shared=2, dense_layers=2, scale=1.0, renormalise=False)
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
 NARROW = SIZES | {"ffn": 32}
+# Compared at night only: other sizes and switches of what the first case of the architecture computes.
+NIGHTLY_MIXTURES = {"one-group-two-shared-tied", "quarter-rotary-tied", "biases-one-kv-head-tied", "biases-tied"}
 MIXTURE_CASES = [
     mixtral_model(name="full", **(SIZES | {"ffn": 24, "vocab": 89})),
     mixtral_model(
