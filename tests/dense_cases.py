@@ -14,10 +14,20 @@ GEMMA: dict[str, Any] = {
     "attention_scale": 24**-0.5,
 }  # fmt: skip
 
+GRANITE: dict[str, Any] = {
+    "embedding_scale": 12.0, "attention_scale": 0.2, "residual_scale": 0.22, "logit_scale": 1 / 13,
+}  # fmt: skip
+HALF_ROTARY = RopeConfig(theta=10_000.0, partial_rotary_factor=0.5)
 LONGROPE = RopeConfig(
     theta=100.0, partial_rotary_factor=0.75, scaling="longrope", factor=32.0, original_tokens=2, attention_factor=1.2,
     short_factors=(1.0, 1.1, 1.5), long_factors=(1.0, 3.0, 9.0),
 )  # fmt: skip
+
+# Compared at night only: other sizes and switches of what the first case of the architecture computes.
+NIGHTLY_CASES = {
+    "factors-biases-one-kv-head", "all-biases-one-kv-head-tied", "whole-rotary-one-kv-head-tied",
+    "quarter-rotary-one-kv-head-tied", "one-kv-head", "plain-mlp-biases-one-kv-head-tied",
+}  # fmt: skip
 
 
 def _case(architecture: str, name: str, **fields: Any) -> Model:
@@ -62,6 +72,20 @@ DENSE_CASES = [
           o_bias=True, **GEMMA),
     _case("gemma3", "two-ropes", layers=3, qk_norm="head", attention_pattern="SSF", window=6,
           rope=RopeConfig(theta=1e6, scaling="linear", factor=8.0), local_rope=RopeConfig(theta=10_000.0), **GEMMA),
+    _case("granite", "factors-tied", tied_embeddings=True, head_dim=8, **GRANITE),
+    _case("granite", "factors-biases-one-kv-head", head_dim=8, kv_heads=1, qkv_bias=True, o_bias=True, **GRANITE),
+    _case("seed_oss", "qkv-biases", qkv_bias=True),
+    _case("seed_oss", "all-biases-one-kv-head-tied", qkv_bias=True, o_bias=True, kv_heads=1, tied_embeddings=True),
+    _case("glm", "half-rotary-biases", qkv_bias=True, rope=HALF_ROTARY),
+    _case("glm", "whole-rotary-one-kv-head-tied", kv_heads=1, tied_embeddings=True),
+    _case("glm4", "half-rotary-post-norms-biases", qkv_bias=True, post_norms=True, rope=HALF_ROTARY),
+    _case("glm4", "quarter-rotary-one-kv-head-tied", kv_heads=1, post_norms=True, tied_embeddings=True,
+          rope=RopeConfig(theta=100.0, partial_rotary_factor=0.25)),
+    _case("ernie4_5", "tied", tied_embeddings=True),
+    _case("ernie4_5", "one-kv-head", kv_heads=1, head_dim=8),
+    _case("arcee", "plain-mlp", gated=False, activation="squared_relu"),
+    _case("arcee", "plain-mlp-biases-one-kv-head-tied", gated=False, activation="silu", kv_heads=1, qkv_bias=True,
+          o_bias=True, tied_embeddings=True),
     _case("gemma3", "softcap-biases-one-kv-head-untied", qk_norm="head", attention_pattern="SF", window=6, kv_heads=1,
           qkv_bias=True, o_bias=True, logit_softcap=4.0, local_rope=RopeConfig(theta=500.0),
           **(GEMMA | {"tied_embeddings": False})),

@@ -21,8 +21,11 @@ TITLES = {
     "llama": "Llama 2, 3", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "mistral": "Mistral, Mistral 3 (text)",
     "smollm3": "SmolLM3",
     "phi3": "Phi-3, Phi-4", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "gemma2": "Gemma 2", "gemma3": "Gemma 3 (text)",
-    "exaone4": "EXAONE 4",
+    "exaone4": "EXAONE 4", "granite": "Granite 3", "seed_oss": "Seed-OSS", "glm": "GLM-4 9b (2024)",
+    "glm4": "GLM-4-0414", "ernie4_5": "ERNIE 4.5 (dense)", "arcee": "Arcee AFM",
     "mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss 20b, 120b",
+    "glm4_moe": "GLM-4.5, 4.6, 4.7, GLM-4.5-Air", "minimax_m2": "MiniMax-M2",
+    "dots1": "dots.llm1", "olmoe": "OLMoE", "ernie4_5_moe": "ERNIE 4.5 (MoE)",
     "nemotron_h": "Nemotron-H", "grok1": "Grok-1", "deepseek": "DeepSeek-V3, R1, Kimi K2",
 }  # fmt: skip
 TABLE_MODELS = [*SMALL_MODELS.values(), *DENSE_CASES, *MIXTURE_CASES]

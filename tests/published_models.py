@@ -55,5 +55,15 @@ def gpt_oss(name: str, layers: int, experts: int) -> Model:
 
 
 GPT_OSS_20B, GPT_OSS_120B = gpt_oss("gpt-oss 20b", 24, 32), gpt_oss("gpt-oss 120b", 36, 128)
-MIXTURES = (MIXTRAL, QWEN3_30B, GPT_OSS_20B, GPT_OSS_120B)
+GLM_AIR = Model(
+    name="glm-4.5-air", architecture="glm4_moe", layers=46, hidden=4096, ffn=10944, heads=96, kv_heads=8, head_dim=128,
+    vocab=151552, qkv_bias=True, rope=RopeConfig(theta=1_000_000.0, partial_rotary_factor=0.5),
+    experts=MoEConfig(count=128, top_k=8, ffn=1408, shared=1, dense_layers=1, score="sigmoid"),
+)  # fmt: skip
+MINIMAX_M2 = Model(
+    name="minimax-m2", architecture="minimax_m2", layers=62, hidden=3072, ffn=1536, heads=48, kv_heads=8, head_dim=128,
+    vocab=200064, norm_eps=1e-6, qk_norm="projection", rope=RopeConfig(theta=5_000_000.0, partial_rotary_factor=0.5),
+    experts=MoEConfig(count=256, top_k=8, ffn=1536, score="sigmoid"),
+)  # fmt: skip
+MIXTURES = (MIXTRAL, QWEN3_30B, GPT_OSS_20B, GPT_OSS_120B, GLM_AIR, MINIMAX_M2)
 ALL = (LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, DEEPSEEK, NEMOTRON, GROK, *MIXTURES)

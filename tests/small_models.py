@@ -70,6 +70,37 @@ def gpt_oss_model(**fields: Any) -> Model:
     return replace(model, attention_scale=model.head_dim**-0.5 * (0.1 * math.log(model.rope.factor) + 1) ** 2)
 
 
+def glm4_moe_model(**fields: Any) -> Model:
+    """Return a GLM-4.5: DeepSeek's experts behind attention with biases, of whose heads half rotates."""
+    rope = RopeConfig(theta=1_000_000.0, partial_rotary_factor=0.5)
+    return _model("glm4_moe", {"qkv_bias": True, "qk_norm": "head", "rope": rope, "experts": GROUPED_MOE}, fields)
+
+
+def minimax_m2_model(**fields: Any) -> Model:
+    """Return a MiniMax-M2, whose queries and keys are normed as a whole."""
+    experts = MoEConfig(count=8, top_k=2, ffn=24, score="sigmoid")
+    rope = RopeConfig(theta=5_000_000.0, partial_rotary_factor=0.5)
+    return _model("minimax_m2", {"qk_norm": "projection", "rope": rope, "ffn": 24, "experts": experts}, fields)
+
+
+def dots1_model(**fields: Any) -> Model:
+    """Return a dots.llm1: GLM-4.5's experts behind attention with norms of each head."""
+    return _model("dots1", {"qk_norm": "head", "rope": RopeConfig(theta=10_000.0), "experts": GROUPED_MOE}, fields)
+
+
+def ernie4_5_moe_model(**fields: Any) -> Model:
+    """Return an ERNIE 4.5 with experts, of a softmax router with a correction bias."""
+    experts = MoEConfig(count=8, top_k=3, ffn=24, shared=2, dense_layers=1, correction_bias=True)
+    return _model("ernie4_5_moe", {"rope": RopeConfig(theta=10_000.0), "experts": experts}, fields)
+
+
+def olmoe_model(**fields: Any) -> Model:
+    """Return an OLMoE, whose routing weights are those of a softmax over all experts."""
+    experts = MoEConfig(count=8, top_k=3, ffn=24, renormalise=False)
+    rope = RopeConfig(theta=10_000.0)
+    return _model("olmoe", {"qk_norm": "projection", "ffn": 24, "rope": rope, "experts": experts}, fields)
+
+
 def nemotron_h_model(pattern: str = "M-M*-", **fields: Any) -> Model:
     """Return a Nemotron-H with a layer for each letter of the pattern."""
     defaults = {
@@ -110,6 +141,11 @@ SMALL_MODELS = {
     "qwen3_moe": qwen3_moe_model(name="qwen3_moe", **(_SIZES | {"layers": 2}), experts=_EXPERTS),
     "gpt_oss": gpt_oss_model(
         name="gpt_oss", **(_SIZES | {"layers": 2, "ffn": 48}), experts=replace(_EXPERTS, bias=True)
+    ),
+    "glm4_moe": glm4_moe_model(
+        name="glm4_moe",
+        **(_SIZES | {"layers": 3}),
+        experts=replace(GROUPED_MOE, top_k=2, ffn=32, groups=1, top_groups=1, dense_layers=1),
     ),
     "nemotron_h": nemotron_h_model(
         name="nemotron_h",

@@ -5,7 +5,9 @@ from typing import Literal
 
 Architecture = Literal[
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "olmo2", "olmo3", "gemma2", "gemma3", "exaone4",
-    "mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "grok1", "deepseek",
+    "granite", "seed_oss", "glm", "glm4", "ernie4_5", "arcee",
+    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "dots1", "olmoe", "ernie4_5_moe",
+    "nemotron_h", "grok1", "deepseek",
 ]  # fmt: skip
 
 
@@ -43,10 +45,16 @@ class MoEConfig:
     groups: int = 1  # group-limited routing: experts are chosen from `top_groups` of these groups
     top_groups: int = 1
     score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid routers have a correction bias per expert
+    correction_bias: bool = False  # a softmax router has one too
     renormalise: bool = True  # normalize the top-k routing weights to a sum of 1
     scale: float = 1.0  # of the combined output of the routed experts
     bias: bool = False  # the router and the projections of the experts have biases
     aux_loss: float = 0.0  # coefficient of the load-balancing loss; 0: none
+
+    @property
+    def has_correction_bias(self) -> bool:
+        """Whether a bias per expert corrects the selection of experts, not their weights."""
+        return self.score == "sigmoid" or self.correction_bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +135,7 @@ class Model:
     attention_sinks: bool = False  # a learned logit of each head joins the softmax, without a value
     output_gate: bool = False  # a sigmoid gate on the attention's output, projected with the queries (predicted only)
     attn_logit_softcap: float | None = None  # cap * tanh(logits / cap) before the softmax
+    residual_scale: float = 1.0  # of what each block adds to the residual
     embedding_scale: float = 1.0  # of the embedding's output
     logit_scale: float = 1.0  # of the logits
     logit_softcap: float | None = None  # of the logits: cap * tanh(logits / cap)

@@ -68,7 +68,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device, cont
     (`context_tokens`: the longest).
     """
     rotary_dim = int(head_dim * rope.partial_rotary_factor)
-    if rotary_dim < head_dim:  # the other pairs do not rotate: see `hf_layout.PartialRotaryLayout`
+    if rotary_dim < head_dim:  # the other pairs do not rotate: see `hf_layout.RotaryLayout`
         whole = rope_frequencies(replace(rope, partial_rotary_factor=1.0), rotary_dim, device, context_tokens)
         return F.pad(whole, (0, (head_dim - rotary_dim) // 2))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim

@@ -28,7 +28,7 @@ INIT_STD = 0.02
 # Fields of model.Model that only dense decoders with grouped-query attention have.
 ATTENTION_FIELDS = (
     "pre_norms", "qkv_bias", "o_bias", "qk_norm", "attention_pattern", "window", "local_rope", "attention_scale",
-    "attention_sinks",
+    "attention_sinks", "residual_scale",
 )  # fmt: skip
 
 
@@ -37,12 +37,16 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: Model, attention: nn.Module, mlp: nn.Module):
         super().__init__()
-        self.attention_norm = _norm(model, model.pre_norms, NoNorm)
+        if model.post_norms and model.residual_scale != 1.0:
+            raise ConfigError(
+                f"model {model.name}: residual_scale={model.residual_scale:g} and post_norms exclude another"
+            )
+        self.attention_norm = _norm(model, model.pre_norms)
         self.attention = attention
-        self.attention_post_norm = _norm(model, model.post_norms, NoPostNorm)
-        self.mlp_norm = _norm(model, model.pre_norms, NoNorm)
+        self.attention_post_norm = _post_norm(model)
+        self.mlp_norm = _norm(model, model.pre_norms)
         self.mlp = mlp
-        self.mlp_post_norm = _norm(model, model.post_norms, NoPostNorm)
+        self.mlp_post_norm = _post_norm(model)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
         normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
@@ -64,14 +68,22 @@ class NoNorm(nn.Module):
 
 
 class NoPostNorm(nn.Module):
-    """In place of the norm behind a block, in models without it."""
+    """In place of the norm behind a block, in models without it: the block's output is added, or `scale` of it."""
+
+    def __init__(self, scale: float = 1.0):
+        super().__init__()
+        self.scale = scale
 
     def forward(self, x_BTC: Tensor, residual_BTC: Tensor) -> Tensor:
-        return residual_BTC + x_BTC
+        return residual_BTC + x_BTC if self.scale == 1.0 else torch.add(residual_BTC, x_BTC, alpha=self.scale)
 
 
-def _norm(model: Model, has_norm: bool, absent: type[nn.Module]) -> nn.Module:
-    return RMSNorm(model.hidden, model.norm_eps) if has_norm else absent()
+def _norm(model: Model, has_norm: bool) -> nn.Module:
+    return RMSNorm(model.hidden, model.norm_eps) if has_norm else NoNorm()
+
+
+def _post_norm(model: Model) -> nn.Module:
+    return RMSNorm(model.hidden, model.norm_eps) if model.post_norms else NoPostNorm(model.residual_scale)
 
 
 class Decoder(nn.Module):

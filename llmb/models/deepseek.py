@@ -8,6 +8,7 @@ update the routers' biases.
 """
 
 from llmb.config.model import Model
+from llmb.errors import ConfigError
 from llmb.models.blocks import GatedMlp
 from llmb.models.decoder import (
     ATTENTION_FIELDS,
@@ -46,6 +47,7 @@ class DeepSeek(Decoder):
 
     def __init__(self, model: Model):
         reject_fields(model, "pattern", "mamba", "gated", "post_norms", "attn_logit_softcap", *ATTENTION_FIELDS)
+        _check_router(model)
         dense_layers = moe_config(model).dense_layers
         layers = (_layer(model, dense=index < dense_layers) for index in range(model.layers))
         super().__init__(model, layers, mla_config(model).rope_dim)
@@ -62,6 +64,12 @@ class DeepSeek(Decoder):
             return ATTENTION_NAMES | (DENSE_NAMES if index < experts.dense_layers else moe_names)
 
         return hf_decoder_names(model, layer_names)
+
+
+def _check_router(model: Model) -> None:
+    """Raise a ConfigError for a softmax router with a correction bias, which has no name in files."""
+    if moe_config(model).correction_bias:
+        raise ConfigError(f"model {model.name}: experts of a {model.architecture} cannot have correction_bias=true")
 
 
 def _layer(model: Model, dense: bool) -> DecoderLayer:

@@ -58,6 +58,7 @@ def _check(model: Model) -> None:
         f"dense_layers={experts.dense_layers}": experts.dense_layers,
         f"shared={experts.shared}": experts.shared,
         f"score={experts.score}": experts.score != "softmax",
+        "correction_bias=true": experts.correction_bias,
     }
     errors = [field for field, is_set in unsupported.items() if is_set]
     if errors:

@@ -6,6 +6,7 @@ rows of a group are contiguous. Published files hold each section for all groups
 Experts may lie in files as one stack of transposed matrices, with the outputs of gate and up in turn.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,15 +60,17 @@ class OffsetLayout:
 
 
 @dataclass(frozen=True)
-class PartialRotaryLayout:
-    """Rows of query and key projections whose heads are rotated in their first channels only.
+class RotaryLayout:
+    """Rows of query and key projections, whose heads may be rotated in their first channels only.
 
-    Files pair channel i with i + rotary_dim / 2. Here i is paired with i + head_dim / 2, as in heads that are rotated
-    as a whole, and the pairs behind the rotated ones have frequency 0. Both orders give the same attention.
+    Files pair channel i with i + rotary_dim / 2, or, interleaved, channels 2i and 2i + 1. Here i is paired with
+    i + head_dim / 2, as in heads that are rotated as a whole, and the pairs behind the rotated ones have frequency 0.
+    All orders give the same attention.
     """
 
     head_dim: int
     rotary_dim: int
+    interleaved: bool = False
 
     def to_hf(self, tensor: Tensor) -> Tensor:
         """Return the rows in the order of a file."""
@@ -78,12 +81,39 @@ class PartialRotaryLayout:
         return self._reorder(tensor, self._order())
 
     def _order(self) -> Tensor:
-        half, passed = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
-        first, second, third, fourth = torch.arange(self.head_dim).split((half, half, passed, passed))
-        return torch.cat((first, third, second, fourth))
+        rotated, passed = torch.arange(self.head_dim).tensor_split((self.rotary_dim,))
+        pairs = rotated.unflatten(0, (-1, 2)).T if self.interleaved else rotated.unflatten(0, (2, -1))
+        return torch.cat((pairs, passed.unflatten(0, (2, -1))), dim=1).flatten()
 
     def _reorder(self, tensor: Tensor, order_D: Tensor) -> Tensor:
         return tensor.unflatten(0, (-1, self.head_dim))[:, order_D.to(tensor.device)].flatten(0, 1)
+
+
+class OneRowLayout:
+    """A vector that files hold as a matrix of one row."""
+
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        """Return the matrix of a file."""
+        return tensor[None]
+
+    def from_hf(self, tensor: Tensor) -> Tensor:
+        """Return the vector."""
+        return tensor[0]
+
+
+# Tensors with a row for each channel of queries or keys.
+ROTATED = ("q.weight", "k.weight", "q_bias", "k_bias", "q_norm.weight", "k_norm.weight")
+
+
+def rotary_layouts(
+    names: Iterable[str], head_dim: int, partial: float, interleaved: bool = False
+) -> dict[str, HfLayout]:
+    """Return the layouts of the tensors whose rows are channels of queries or keys, where files have another order."""
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim == head_dim and not interleaved:
+        return {}
+    layout = RotaryLayout(head_dim, rotary_dim, interleaved)
+    return {name: layout for name in names if name.endswith(tuple(f"attention.{tensor}" for tensor in ROTATED))}
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,20 @@ Compared with `transformers` in tests/models. Tensor names end in their shape, a
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.model import Model
 from llmb.errors import ConfigError
-from llmb.models.blocks import Attention, GatedMlp
+from llmb.models.blocks import Attention, GatedMlp, PlainMlp
 from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, rope_config
-from llmb.models.hf_layout import HfLayout, OffsetLayout, PartialRotaryLayout
+from llmb.models.hf_layout import HfLayout, OffsetLayout, rotary_layouts
 
 
 class LlamaDecoderLayer(DecoderLayer):
-    """Grouped-query attention and gated MLP."""
+    """Grouped-query attention and an MLP, with a gate in most models."""
 
     attention: Attention
-    mlp: GatedMlp
+    mlp: GatedMlp | PlainMlp
 
     def __init__(self, model: Model, kind: str):
-        super().__init__(model, Attention(model, kind), GatedMlp(model.hidden, model.ffn, model.activation))
+        mlp = GatedMlp if model.gated else PlainMlp
+        super().__init__(model, Attention(model, kind), mlp(model.hidden, model.ffn, model.activation))
 
 
 class Llama(Decoder):
@@ -46,17 +47,15 @@ class Llama(Decoder):
         names = Llama.hf_names(model)
         if dense.norm_offset:
             layouts |= {name: OffsetLayout(dense.norm_offset) for name in names if name.endswith("norm.weight")}
-        rotary_dim = int(model.head_dim * rope_config(model).partial_rotary_factor)
-        if rotary_dim < model.head_dim:
-            rotated = ("attention.q.weight", "attention.k.weight", "attention.q_bias", "attention.k_bias")
-            layout = PartialRotaryLayout(model.head_dim, rotary_dim)
-            layouts |= {name: layout for name in names if name.endswith(rotated)}
-        return layouts
+        partial = rope_config(model).partial_rotary_factor
+        return layouts | rotary_layouts(names, model.head_dim, partial, dense.interleaved_rope)
 
 
 def _check(model: Model) -> None:
     unsupported = [name for name in ("pattern", "experts", "mla", "mamba") if getattr(model, name) is not None]
-    if unsupported or not model.gated:
-        fields = ", ".join(unsupported + ["gated=false"] * (not model.gated))
-        raise ConfigError(f"model {model.name}: a llama has dense gated MLPs and plain attention, not {fields}")
+    gated = DENSE_MODELS[model.architecture].fields.get("gated", True)
+    if unsupported or model.gated != gated:
+        fields = ", ".join(unsupported + [f"gated={str(model.gated).lower()}"] * (model.gated != gated))
+        mlps = "dense gated MLPs" if gated else "dense MLPs without a gate"
+        raise ConfigError(f"model {model.name}: a {model.architecture} has {mlps} and plain attention, not {fields}")
     rope_config(model)

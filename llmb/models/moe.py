@@ -59,7 +59,7 @@ class Router(nn.Module):
         self.aux_losses: list[Tensor] | None = None  # filled by forward passes inside `collect_aux_losses`
         self.weight = nn.Parameter(torch.empty(experts.count, hidden))
         # Corrects the selection of experts, not their weights; a buffer, because it has no gradient.
-        self.register_buffer("bias", torch.zeros(experts.count) if experts.score == "sigmoid" else None)
+        self.register_buffer("bias", torch.zeros(experts.count) if experts.has_correction_bias else None)
         self.logit_bias = nn.Parameter(torch.zeros(experts.count)) if experts.bias else None
 
     def forward(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ def moe(model: Model) -> BlockCost:
         dense_weights=experts.shared * projections * model.hidden * experts.ffn + latent_weights,
         routed_weights=experts.count * expert_weights,
         active_routed_weights=experts.top_k * expert_weights,
-        router_weights=(model.hidden + (experts.score == "sigmoid") + experts.bias) * experts.count,
+        router_weights=(model.hidden + experts.has_correction_bias + experts.bias) * experts.count,
         routed_biases=biases,
         saved_values=2 * (model.hidden + width * experts.top_k)
         + projections * experts.ffn * (experts.top_k + experts.shared),

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from llmb.config.spec import Training
 from llmb.models.architectures import Network
-from llmb.models.blocks import RMSNorm
+from llmb.models.blocks import GatedMlp, RMSNorm
 from llmb.models.llama import LlamaDecoderLayer
 from llmb.models.llama_layer.fp8_layer_weights import QuantizedLayerWeights
 from llmb.models.llama_layer.layer import LlamaLayer
@@ -46,6 +46,7 @@ class ExplicitLayer(LlamaDecoderLayer):
 
     attention_norm: RMSNorm
     mlp_norm: RMSNorm
+    mlp: GatedMlp
     index: int  # in the whole model
     block: LlamaLayer[Any]
     fp8: LayerRecipe | None

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_checks import GPU, NEEDS_GPU, no_synchronization
-from dense_cases import DENSE_CASES
-from mixture_cases import MIXTURE_CASES
+from outofcore_cases import OUTOFCORE_CASES
 from recipe_models import recipe_model
 from reference_training import (
     LEAST,
@@ -68,7 +67,7 @@ PLANS = {
     "several groups per round": replace(LEAST, update_at="forward", gbs=5, groups_per_round=2, levels="FAIIAF"),
     "several sequences per chunk": replace(LEAST, gbs=5, seqs_per_group=2, chunk_tokens=20, levels="FAI"),
 }
-CASES = [model for model in (*DENSE_CASES, *MIXTURE_CASES) if not has_plain_layers(model)]
+CASES = [model for model in OUTOFCORE_CASES if not has_plain_layers(model)]
 
 
 @pytest.fixture

@@ -9,7 +9,13 @@ import published_models
 import pytest
 from small_models import nemotron_h_model
 
-from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, from_hf_config, load_hf_config, to_hf_config
+from llmb.config.huggingface.hf_config import (
+    HF_ARCHITECTURES,
+    check_trainable,
+    from_hf_config,
+    load_hf_config,
+    to_hf_config,
+)
 from llmb.config.model import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.params import parameters
@@ -127,7 +133,7 @@ OTHERS = (
     "gpt2",
     "falcon",
     "llama4",
-    "glm4_moe",
+    "glm_moe_dsa",
     "cohere",
     "phi3small",
     "phimoe",
@@ -191,6 +197,10 @@ UNSUPPORTED = [
     (LLAMA_8B | {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
     (LLAMA_8B | {"attention_bias": True, "model_type": "phi3"}, "attention_bias=True is not supported"),
     (LLAMA_8B | {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; only 0.0 is"),
+    (LLAMA_8B | {"model_type": "seed_oss", "mlp_bias": True}, "mlp_bias=True is not supported; only False is"),
+    (LLAMA_8B | {"model_type": "ernie4_5", "use_bias": True}, "use_bias=True is not supported; only False is"),
+    (LLAMA_8B | {"model_type": "granite", "logits_scaling": 0}, "logits_scaling: 0 divides the logits"),
+    (LLAMA_8B | {"model_type": "granite", "residual_multiplier": "a"}, "residual_multiplier: expected a number"),
     (
         LLAMA_8B | {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 262_144}},
         "dual_chunk_attention",
@@ -200,6 +210,22 @@ UNSUPPORTED = [
         LLAMA_8B | {"quantization_config": {"bits": 4, "quant_method": "gptq"}},
         "unknown quant_method of config.json's quantization_config: 'gptq'; choices are: fp8",
     ),
+    *(
+        (
+            LLAMA_8B | {"quantization_config": {"quant_method": method}},
+            f"unknown quant_method of config.json's quantization_config: '{method}'; choices are: fp8",
+        )
+        for method in ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "modelopt", "mxfp4")
+    ),
+    (
+        LLAMA_8B | {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
+        "weight_block_size=None is not supported; only [128, 128] is",
+    ),
+    (
+        LLAMA_8B | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.MyLlamaForCausalLM"}},
+        "auto_map with the code of modeling_mine.MyLlamaForCausalLM is not supported; only LlamaForCausalLM is",
+    ),
+    (LLAMA_8B | {"auto_map": "modeling_mine"}, "config.json.auto_map: expected a mapping"),
     (LLAMA_8B | {"quantization_config": {"load_in_4bit": True}}, "quantization_config: 'None'; choices are: fp8"),
     (LLAMA_8B | {"quantization_config": "awq"}, "config.json.quantization_config: expected a mapping, got 'awq'"),
     (
@@ -253,6 +279,40 @@ def test_unsupported_configs_are_rejected(config: dict[str, Any], message: str) 
     with pytest.raises(ConfigError) as error:
         from_hf_config(config)
     assert message in str(error.value)
+
+
+def test_code_of_the_same_class_and_dtypes_are_no_other_network() -> None:
+    """As files of DeepSeek-V3, Phi-3, MiniMax-M2 and ERNIE 4.5 name the code that they were published with."""
+    plain = from_hf_config(LLAMA_8B)
+    auto_map = {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "me/a--llama.LlamaForCausalLM"}
+    for more in (
+        {"auto_map": auto_map},
+        {"torch_dtype": "float16"},
+        {"dtype": "bfloat16"},
+        {"quantization_config": {}},
+    ):
+        assert from_hf_config(LLAMA_8B | more) == plain
+    ernie = LLAMA_8B | {"model_type": "ernie4_5", "rope_scaling": None}
+    assert from_hf_config(ernie | {"architectures": ["Ernie4_5_ForCausalLM"]}) == from_hf_config(ernie)
+
+
+def test_a_dropout_of_a_published_model_is_refused_in_training_only() -> None:
+    config = LLAMA_8B | {"model_type": "seed_oss", "rope_scaling": None, "residual_dropout": 0.1}
+    assert from_hf_config(config | {"attention_dropout": 0.1}) == from_hf_config(config)
+    with pytest.raises(ConfigError, match=r"residual_dropout=0\.1 is not computed in training"):
+        check_trainable(config)
+    check_trainable(config | {"residual_dropout": 0.0, "attention_dropout": None})
+
+
+def test_granite_factors_are_written_as_published() -> None:
+    """Also those whose inverse of an inverse is another number."""
+    factors = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22}
+    for scaling in (49.0, 16.0, 1e-3):
+        config = LLAMA_8B | factors | {"model_type": "granite", "rope_scaling": None, "logits_scaling": scaling}
+        model = from_hf_config(config)
+        assert (model.embedding_scale, model.attention_scale, model.residual_scale) == (12.0, 0.0078125, 0.22)
+        written = to_hf_config(model)
+        assert {name: written[name] for name in (*factors, "logits_scaling")} == factors | {"logits_scaling": scaling}
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM"], ["LLaMAForCausalLM"]])

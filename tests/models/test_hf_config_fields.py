@@ -32,6 +32,7 @@ from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
 
 TOLERANCE = 1e-4  # relative to the largest logit, fp32
+EXPERT_COUNTS = {"moe_num_experts", "n_routed_experts", "num_local_experts", "num_experts"}
 LEFT_OUT = "left out"  # in place of a value
 TOKENS = torch.arange(48).reshape(1, 48) * 7 % 61
 
@@ -89,6 +90,7 @@ VALUES: dict[str, list[Any]] = {
     "attn_logit_softcapping": [2.0],
     "router_jitter_noise": [0.5],
     "num_hidden_layers": [1],
+    "clip_qkv": [0.1],
     "mamba_ssm_cache_dtype": ["bfloat16"],
 }
 # What other types of RoPE need, where a config.json has another.
@@ -118,6 +120,10 @@ INVALID: dict[str, set[str]] = {
         "num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_local_experts", "qk_rope_head_dim",
         "head_dim", "partial_rotary_factor",
     },
+    "ernie4_5_moe": {"num_experts"},
+    "olmoe": {"head_dim", "hidden_size", "num_attention_heads"},
+    "dots1": {"n_routed_experts", "num_local_experts"},
+    "glm4_moe": {"n_routed_experts", "num_local_experts"},
     "nemotron_h": {"mamba_dt_max", "mamba_dt_init_floor", "mtp_hybrid_override_pattern"},
 }  # fmt: skip
 
@@ -130,7 +136,7 @@ def reference(config: dict[str, Any]) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**json.loads(json.dumps(config))), attn_implementation="eager"
     )
-    network.set_experts_implementation("eager") if "n_routed_experts" in config else None
+    network.set_experts_implementation("eager") if EXPERT_COUNTS & config.keys() else None
     buffers = [(name, buffer) for name, buffer in network.named_buffers() if name.endswith("correction_bias")]
     with torch.no_grad():
         for name, tensor in (*network.named_parameters(), *buffers):
@@ -308,6 +314,30 @@ def test_every_field_is_honoured_or_refused(model_type: str, tmp_path: Path) -> 
     assert not problems, "\n".join(f"{field}: {problem}" for field, problem in problems.items())
 
 
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(each, marks=() if each in ("qwen3", "glm4") else (pytest.mark.slow, pytest.mark.nightly))
+        for each in MODELS
+    ],
+)
+def test_null_is_read_as_transformers_reads_it(model_type: str, tmp_path: Path) -> None:
+    """Published files have null for head_dim, num_key_value_heads, sliding_window, rope_scaling, biases."""
+    base, compared = base_config(model_type), 0
+    for name, section in fields(model_type, base):
+        config = base | {name: None}
+        try:
+            network = reference(config)
+            logits_of(network)
+        except INVALID_CONFIG:
+            continue
+        if section is None:
+            compared += 1
+            names = {name, ALIASES.get(model_type, {}).get(name, name)}
+            assert problem_of(names, config, network, tmp_path / name) is None, name
+    assert compared > 3
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)
@@ -335,10 +365,13 @@ def test_several_fields_at_once_are_honoured_or_refused(model_type: str, tmp_pat
 def test_fields_that_are_left_out_have_the_defaults_of_transformers(model_type: str) -> None:
     """At full size, with more heads than any default number of key-value heads."""
     sizes = {"num_attention_heads": 64, "hidden_size": 64 * 128}
-    pattern = {"layers_block_type": ["mamba", "mlp"]} if model_type == "nemotron_h" else {}
-    config = json.loads(json.dumps(AutoConfig.for_model(model_type, **sizes, **pattern).to_dict()))
+    without_default: dict[str, Any] = {
+        "nemotron_h": {"layers_block_type": ["mamba", "mlp"]},
+        "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    }.get(model_type, {})
+    config = json.loads(json.dumps(AutoConfig.for_model(model_type, **sizes, **without_default).to_dict()))
     model = from_hf_config(config)
-    for name in config.keys() - {"model_type", "layers_block_type", *sizes}:
+    for name in config.keys() - {"model_type", *without_default, *sizes}:
         shorter = {field: value for field, value in config.items() if field != name}
         try:
             assert from_hf_config(shorter) == model, name

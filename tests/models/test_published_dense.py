@@ -100,6 +100,11 @@ PHI = {"rms_norm_eps": 1e-5, "sliding_window": None}
 QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 GEMMA2 = GEMMA | {"query_pre_attn_scalar": 256, "sliding_window": 4096}
 GEMMA3 = {"query_pre_attn_scalar": 256, "sliding_window": 1024, **GEMMA}
+GRANITE3 = TIED | {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22,
+    "logits_scaling": 16.0,
+}  # fmt: skip
+QKV_BIAS = {"attention_bias": True, "head_dim": 128}
 OTHER_SIZES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     "Qwen2.5-0.5B": ("qwen2", (151_936, 896, 4864, 24, 14, 2), TIED, 494_032_768),
     "Qwen2.5-1.5B": ("qwen2", (151_936, 1536, 8960, 28, 12, 2), TIED, 1_543_714_304),
@@ -137,6 +142,35 @@ OTHER_SIZES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     "Phi-4-mini": ("phi3", (200_064, 3072, 8192, 32, 24, 8), PHI | TIED, 3_836_021_760),
     "EXAONE-4.0-1.2B": (
         "exaone4", (102_400, 2048, 4096, 30, 32, 8), TIED | {"head_dim": 64, "sliding_window": None}, 1_279_391_488,
+    ),
+    "granite-3.1-2b": (
+        "granite", (49_155, 2048, 8192, 40, 32, 8), GRANITE3 | {"attention_multiplier": 1 / 64, "logits_scaling": 8.0},
+        2_533_531_648,
+    ),
+    "granite-3.1-8b": ("granite", (49_155, 4096, 12_800, 40, 32, 8), GRANITE3, 8_170_848_256),
+    "granite-3.3-8b": ("granite", (49_159, 4096, 12_800, 40, 32, 8), GRANITE3, 8_170_864_640),
+    "Seed-OSS-36B": (
+        "seed_oss", (155_136, 5120, 27_648, 64, 80, 8), QKV_BIAS | {"attention_dropout": 0.1, "residual_dropout": 0.1},
+        36_151_104_512,
+    ),
+    "glm-4-9b-hf": ("glm", (151_552, 4096, 13_696, 40, 32, 2), QKV_BIAS, 9_399_951_360),
+    "GLM-4-9B-0414": ("glm4", (151_552, 4096, 13_696, 40, 32, 2), QKV_BIAS, 9_400_279_040),
+    "GLM-4-32B-0414": ("glm4", (151_552, 6144, 23_040, 61, 48, 2), {"head_dim": 128}, 32_566_081_536),
+    "ERNIE-4.5-0.3B": ("ernie4_5", (103_424, 1024, 3072, 18, 16, 2), TIED, 360_748_032),
+    "OLMoE-1B-7B": (
+        "olmoe", (50_304, 2048, 1024, 16, 16, 16), {"num_experts": 64, "num_experts_per_tok": 8}, 6_919_161_856
+    ),
+    "ERNIE-4.5-21B-A3B": (
+        "ernie4_5_moe", (103_424, 2560, 12_288, 28, 20, 4),
+        {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
+         "moe_layer_start_index": 1, "moe_layer_end_index": 27, "tie_word_embeddings": True},
+        21_825_437_888,
+    ),
+    "dots.llm1": (
+        "dots1", (152_064, 4096, 10_944, 62, 32, 32),
+        {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6,
+         "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None},
+        142_774_381_696,
     ),
     "OLMo-2-0425-1B": ("olmo2", (100_352, 2048, 8192, 16, 16, 16), {}, 1_484_916_736),
     "OLMo-2-1124-13B": ("olmo2", (100_352, 5120, 13_824, 40, 40, 40), {}, 13_716_198_400),

@@ -4,9 +4,8 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from dense_cases import DENSE_CASES
 from llama_plans import LLAMA_8B, TINY, plan_of
-from mixture_cases import MIXTURE_CASES
+from outofcore_cases import OUTOFCORE_CASES
 
 from llmb.perfmodel.offload.buffers import ParamBuckets, buffer_bytes, padded_numel
 from llmb.perfmodel.params import parameters
@@ -32,7 +31,7 @@ def test_state_of_each_weight(update, state, grad):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "model", [LLAMA_8B, TINY, *DENSE_CASES, *MIXTURE_CASES], ids=lambda model: f"{model.architecture}-{model.name}"
+    "model", [LLAMA_8B, TINY, *OUTOFCORE_CASES], ids=lambda model: f"{model.architecture}-{model.name}"
 )
 def test_buckets_hold_all_weights_once(model, tied):
     model = replace(model, tied_embeddings=tied)

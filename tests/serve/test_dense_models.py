@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_cases import DENSE_CASES
+from dense_cases import DENSE_CASES, NIGHTLY_CASES
 from model_table import BEGIN, END, model_table
 from small_served import config_of, engine_for, serve, served_model_for
 from torch import Tensor
@@ -23,7 +23,17 @@ TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
 TOKENS = 24  # of a sequence to train
 PROMPTS, OUTPUT = (23, 3), 8  # tokens; the first prompt is longer than every window
 
-cases = pytest.mark.parametrize("model", DENSE_CASES, ids=lambda model: f"{model.architecture} {model.name}")
+cases = pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(
+            model,
+            marks=[pytest.mark.nightly] if model.name in NIGHTLY_CASES else [],
+            id=f"{model.architecture} {model.name}",
+        )
+        for model in DENSE_CASES
+    ],
+)
 
 
 def reference_network(model: Model) -> PreTrainedModel:

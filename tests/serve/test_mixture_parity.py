@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from mixture_cases import MIXTURE_CASES
+from mixture_cases import MIXTURE_CASES, NIGHTLY_MIXTURES
 from safetensors.torch import load_file, save_file
 from small_served import (
     CPU,
@@ -49,7 +49,17 @@ def requests_for(prompts: list[list[int]]) -> list[Request]:
 VARIANTS = [replace(model, window=model.window and model.window + 1) for model in MIXTURE_CASES]
 
 
-@pytest.mark.parametrize("model", [*MIXTURES, *VARIANTS], ids=lambda model: f"{model.architecture}-{model.name}")
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(
+            model,
+            marks=[pytest.mark.nightly] if model.name in NIGHTLY_MIXTURES else [],
+            id=f"{model.architecture}-{model.name}",
+        )
+        for model in (*MIXTURES, *VARIANTS)
+    ],
+)
 def test_built_engine_equals_transformers(model: Model, tmp_path: Path) -> None:
     scale = 0.2 if model in MIXTURES else 0.3  # with which no two tokens are nearly as likely
     pool = reference_outputs(model, write_weights(model, tmp_path / "weights", scale))

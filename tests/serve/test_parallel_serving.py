@@ -28,6 +28,7 @@ import torch.distributed as dist
 from dense_cases import DENSE_CASES
 from forked_ranks import on_ranks
 from serving_ranks import ServedOutcome, rank_outcome, served_by_ranks
+from small_models import GROUPED_MOE, glm4_moe_model
 from small_served import DEEPSEEK, GROK, LLAMA, MIXTURES, NEMOTRON, config_of, write_weights
 from small_serving import write_config
 
@@ -52,7 +53,8 @@ from llmb.serve.pipeline_runner import PipelineStageRunner
 from llmb.serve.request import Request, SamplingParams
 from llmb.serve.step_batch import StepBatch
 
-GPT_OSS, GEMMA3 = MIXTURES[-1], next(model for model in DENSE_CASES if model.architecture == "gemma3")
+GPT_OSS = MIXTURES[-1]
+GEMMA3, GRANITE = (next(model for model in DENSE_CASES if model.architecture == name) for name in ("gemma3", "granite"))
 WIDE: dict[str, Any] = {"heads": 16, "vocab": 128, "layers": 4}
 MODELS = {
     "llama": replace(LLAMA, **WIDE),  # 2 KV heads: fewer than ranks
@@ -62,6 +64,9 @@ MODELS = {
     # Sinks, biases of projections and of experts; norms of heads and a window in every other layer.
     "gpt_oss": replace(GPT_OSS, **WIDE, experts=replace(GPT_OSS.experts, count=16)),
     "gemma3": replace(GEMMA3, **WIDE),
+    "granite": replace(GRANITE, **WIDE),
+    # Biases, norms of partly rotated heads, a dense layer and a shared expert.
+    "glm4_moe": glm4_moe_model(name="glm4_moe", head_dim=16, experts=replace(GROUPED_MOE, count=16, ffn=32), **WIDE),
 }
 MARGIN = 1e-4  # of the most likely token, in logits: about a hundred times the rounding error
 SETTINGS: dict[str, Any] = {"max_num_tokens": 16, "max_batch_size": 6, "block_tokens": 4}
@@ -75,7 +80,11 @@ TP8_EP8_PP2 = {"tp": 8, "ep": 8, "pp": 2}
 TP8_EP8_PP2_DP = {**TP8_EP8_PP2, "attention_dp": True}
 LAYOUTS = [
     *((name, layout) for name in MODELS for layout in (TP2, TP4, PP2, TP2_PP2, TP2_PP2_DP)),
-    *((name, layout) for name in ("deepseek", "grok1", "gpt_oss") for layout in (TP4_EP2, TP4_EP4, TP4_EP4_DP)),
+    *(
+        (name, layout)
+        for name in ("deepseek", "grok1", "gpt_oss", "glm4_moe")
+        for layout in (TP4_EP2, TP4_EP4, TP4_EP4_DP)
+    ),
     *(("deepseek", layout) for layout in (TP8_EP8_PP2, TP8_EP8_PP2_DP)),
     ("llama", PP4),
 ]

@@ -68,6 +68,7 @@ NIGHTLY: list[Case] = [
     ("gpt_oss", {"pp": 2, "dtype": "bf16"}),
     ("mixtral", {"dp": 2, "ep": 2}),
     ("qwen3_moe", {"tp": 2}),
+    *(("glm4_moe", {**layout, "gbs": 12}) for layout in ({"tp": 2, "ep": 2}, {"pp": 2}, {"cp": 2})),
     ("grok1", {"dp": 2}),
     *((name, {"dp": 2, "fsdp": fsdp}) for name in ("deepseek", "nemotron_h") for fsdp in (True, False)),
     *((name, {"dp": 4, "fsdp": fsdp, "mbs": 1}) for name in ("grok1", "nemotron_h") for fsdp in (True, False)),

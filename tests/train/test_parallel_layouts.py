@@ -163,7 +163,7 @@ def test_quick_cases_split_every_dimension() -> None:
 
 def test_recipe_layouts_keep_their_dimensions() -> None:
     rows = {case.architecture for case in RECIPES}
-    assert rows == set(SMALL_MODELS) - {"mixtral", "qwen3_moe", "gpt_oss"}  # which no recipe trains
+    assert rows == set(SMALL_MODELS) - {"mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"}  # which no recipe trains
     assert len(CASES) >= 25
 
 

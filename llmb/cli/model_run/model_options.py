@@ -50,7 +50,13 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     """Make the recipe, and let the options select its only row."""
     from llmb.cli.model_run.fitted_row import fitted_recipe
     from llmb.cli.run_options import run_selection, selected_gpu
-    from llmb.config.huggingface.hf_config import from_hf_config, model_name, read_hf_config, stored_dtype
+    from llmb.config.huggingface.hf_config import (
+        check_trainable,
+        from_hf_config,
+        model_name,
+        read_hf_config,
+        stored_dtype,
+    )
     from llmb.config.huggingface.model_recipe import model_recipe, published_dtype
     from llmb.config.run_list import tasks_for
     from llmb.errors import ConfigError
@@ -64,6 +70,8 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
         )
     config = read_hf_config(path)
     model, stored = from_hf_config(config, model_name(path)), stored_dtype(config)
+    if task != "serve":
+        check_trainable(config)
     gpu = selected_gpu(options) or "cpu"
     options.gpu_type = None if options.proxy and gpu == "cpu" else _gpu_flag(options, gpu)
     options.scale = options.scale or os.environ.get("JOB_TOTAL_GPUS") or str(_gpus_here(task))

@@ -18,9 +18,9 @@ from llmb.config.huggingface.hf_fields import (
     SIZE_FIELDS,
     HfConfig,
     check_quantization,
+    check_routing,
     check_supported,
     from_hf,
-    positive_int,
     read_activation,
     required,
     to_hf,
@@ -61,6 +61,10 @@ MAMBA_FIELDS = {
     "chunk": "chunk_size",
     "conv": "conv_kernel",
 }
+# Fields that only training has, which no network here computes.
+TRAINING_VALUES: HfConfig = dict.fromkeys(
+    ("attention_dropout", "hidden_dropout", "residual_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), 0.0
+)
 # Field of config.json -> the only supported value, which is also its default.
 SUPPORTED_VALUES: HfConfig = {
     "attention_bias": False,
@@ -77,8 +81,7 @@ SUPPORTED_VALUES: HfConfig = {
     "compression_config": None,  # older name of quantization_config
     "per_layer_config": None,  # settings of single layers
     "partial_rotary_factor": 1.0,
-    # Only training has them.
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), 0.0),
+    **TRAINING_VALUES,
     "mamba_hidden_act": "silu",
     "time_step_min": 0.001,
 }
@@ -88,7 +91,7 @@ OTHER_TYPES = {"kimi_k2": "deepseek_v3"}
 TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Other names that `transformers` reads -> field of config.json.
 ALIASES: dict[str, dict[str, str]] = {
-    **{model_type: dict(mixture.aliases) for model_type, mixture in MIXTURES.items()},
+    **{model_type: mixture.aliases for model_type, mixture in MIXTURES.items()},
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
     "nemotron_h": {
         "layer_types": "layers_block_type",
@@ -127,12 +130,21 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
         check_supported(config, {"model_type": model_type})
         check_quantization(config, formats)
     config = _without_aliases(config, ALIASES.get(model_type, {}))
-    read_fields = next((dense.read_fields for dense in DENSE_MODELS.values() if dense.hf_type == model_type), set())
-    if model_type in MIXTURES:
-        read_fields = set(MIXTURES[model_type].read_fields)
+    likes = (*DENSE_MODELS.values(), *MIXTURES.values())
+    read_fields = next((like.read_fields for like in likes if like.hf_type == model_type), set())
     check_supported(config, {field: value for field, value in SUPPORTED_VALUES.items() if field not in read_fields})
     fields = _READERS[model_type](_with_defaults(config, model_type))
     return build(Model, {"name": name or model_type, **fields}, "config.json")
+
+
+def check_trainable(config: HfConfig) -> None:
+    """Reject what a config.json asks of training alone: Seed-OSS is published with a dropout."""
+    for field, supported in TRAINING_VALUES.items():
+        if config.get(field) not in (None, supported):
+            raise ConfigError(
+                f"config.json: {field}={config[field]} is not computed in training; --task serve does not need it, and "
+                f"a copy of config.json with {supported} trains without it"
+            )
 
 
 def load_hf_config(path: Path) -> Model:
@@ -165,8 +177,17 @@ def _check_class(config: HfConfig, model_type: str) -> None:
     """Reject other networks of a model type: a classifier, a reward model, the draft of speculative decoding."""
     names = convert(tuple[str, ...] | None, config.get("architectures"), "config.json.architectures") or ()
     supported = _CLASS_NAMES[model_type]
-    if names and supported.casefold() not in (name.casefold() for name in names):  # LLaMAForCausalLM, in oldest files
+    if names and _plain(supported) not in map(_plain, names):
         raise ConfigError(f"config.json: architectures={', '.join(names)} is not supported; only {supported} is")
+    auto_map = convert(dict[str, Any] | None, config.get("auto_map"), "config.json.auto_map") or {}
+    code = convert(str | None, auto_map.get("AutoModelForCausalLM"), "config.json.auto_map.AutoModelForCausalLM")
+    if code is not None and _plain(code.rpartition(".")[2]) != _plain(supported):
+        raise ConfigError(f"config.json: auto_map with the code of {code} is not supported; only {supported} is")
+
+
+def _plain(class_name: str) -> str:
+    """Return a class name as older files and newer ones agree on it: LLaMAForCausalLM, Ernie4_5_ForCausalLM."""
+    return class_name.casefold().replace("_", "")
 
 
 def _config_file(path: Path) -> Path:
@@ -177,9 +198,9 @@ def _config_file(path: Path) -> Path:
 def _with_defaults(config: HfConfig, model_type: str) -> HfConfig:
     """Return the fields with those of embeddings, which config.json leaves out where they have their default."""
     tied = any(
-        dense.defaults.get("tie_word_embeddings", False)
-        for dense in DENSE_MODELS.values()
-        if dense.hf_type == model_type
+        like.defaults.get("tie_word_embeddings", False)
+        for like in (*DENSE_MODELS.values(), *MIXTURES.values())
+        if like.hf_type == model_type
     )
     return {"tie_word_embeddings": tied, **config}
 
@@ -215,7 +236,7 @@ def _to_deepseek(model: Model) -> HfConfig:
 
 
 def _from_deepseek(config: HfConfig) -> dict[str, Any]:
-    _check_routing(config)
+    check_routing(config)
     return from_hf(config, SIZE_FIELDS) | {
         "architecture": "deepseek",
         "head_dim": required(config, "v_head_dim"),
@@ -237,17 +258,6 @@ def _mla_rope(config: HfConfig) -> dict[str, Any]:
         )
     check_supported(rope, {"truncate": True, "partial_rotary_factor": 1.0})
     return rope
-
-
-def _check_routing(config: HfConfig) -> None:
-    """Reject group-limited routing that leaves a token fewer experts than it is routed to."""
-    names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
-    count, groups, top_groups, top_k = (positive_int(config, name) for name in names)
-    if top_k > count // groups * top_groups:
-        raise ConfigError(
-            f"config.json: num_experts_per_tok={top_k} is more than the {count // groups * top_groups} experts in "
-            f"topk_group={top_groups} of n_group={groups} groups"
-        )
 
 
 def _to_nemotron_h(model: Model) -> HfConfig:

@@ -22,9 +22,10 @@ SIZE_FIELDS = {
 
 
 def check_supported(config: HfConfig, values: HfConfig) -> None:
-    """Reject the first field whose value is not the supported one."""
+    """Reject the first field whose value is not the supported one; null is as good as an empty one."""
     for field, supported in values.items():
-        if config.get(field, supported) != supported:
+        value = config.get(field, supported)
+        if value != supported and not (value is None and not supported):
             raise ConfigError(f"config.json: {field}={config[field]} is not supported; only {supported} is")
 
 
@@ -33,7 +34,21 @@ def check_quantization(config: HfConfig, methods: tuple[str, ...]) -> None:
     section = convert(dict[str, Any], config.get("quantization_config") or {}, "config.json.quantization_config")
     if section and section.get("quant_method") not in methods:
         raise UnknownName("quant_method of config.json's quantization_config:", section.get("quant_method"), methods)
+    section = section | ({"fmt": "e4m3"} if section.get("fmt") == "float8_e4m3fn" else {})  # of MiniMax-M2
     check_supported(section, {"weight_block_size": [FP8_BLOCK, FP8_BLOCK], "fmt": "e4m3"})
+
+
+def check_routing(config: HfConfig) -> None:
+    """Reject group-limited routing that leaves a token fewer experts than it is routed to."""
+    names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
+    count, groups, top_groups, top_k = (positive_int(config, name) for name in names)
+    if top_groups > groups:
+        raise ConfigError(f"config.json: topk_group={top_groups} is more than the groups, n_group={groups}")
+    if top_k > count // groups * top_groups:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok={top_k} is more than the {count // groups * top_groups} experts in "
+            f"topk_group={top_groups} of n_group={groups} groups"
+        )
 
 
 def read_activation(config: HfConfig, field: str) -> str:

@@ -52,13 +52,17 @@ class LlamaLike:
     class_name: str  # of `transformers`
     fields: dict[str, Any] = field(default_factory=dict)  # of model.Model, the same in all these models
     defaults: HfConfig = field(default_factory=dict)  # of config.json, for fields that are missing there
-    optional_bias: bool = False  # attention_bias: of all four projections of attention
+    bias_fields: tuple[str, str] = ("", "")  # of config.json, with biases of q, k and v, and of o; empty: without
+    qk_norm_field: str = ""  # of config.json: whether queries and keys have a norm of each head
     activation_field: str = "hidden_act"
     # Where layers with a sliding window, or without RoPE, are listed. flagged_layer_types: only if use_sliding_window.
     layers_by: Literal["none", "sliding_window", "layer_types", "flagged_layer_types", "no_rope_layers"] = "none"
+    has_granite_factors: bool = False  # factors on embedding, attention logits, what blocks add, and below the logits
+    dropout_fields: tuple[str, ...] = ()  # of config.json, published with a value that only training is about
     has_gemma_scalars: bool = False  # softcaps, scale of attention logits and of the embedding
     rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)  # of scaling
     has_partial_rotary: bool = False  # partial_rotary_factor: only the first channels of a head have RoPE
+    interleaved_rope: bool = False  # channels 2i and 2i + 1 are a pair, not i and i + half
     has_local_rope: bool = False  # another RoPE in layers with a sliding window
     has_rope_sections: bool = False  # written in the newer format, a section for each type of layer
     has_rope_in_windows_only: bool = False  # layers without a window have no RoPE, in models with one
@@ -71,10 +75,19 @@ class LlamaLike:
         return self.model_type or self.architecture
 
     @property
+    def attention_fields(self) -> set[str]:
+        """Fields of model.Model about attention and its norms that these models may have other than Llama."""
+        names = {name for name, field in zip(("qkv_bias", "o_bias"), self.bias_fields, strict=True) if field}
+        names |= {"attention_pattern", "window"} if self.layers_by != "none" else set()
+        names |= {"qk_norm"} if self.qk_norm_field else set()
+        return names | self.fields.keys()
+
+    @property
     def read_fields(self) -> set[str]:
         """Fields of config.json that other architectures support with one value only."""
-        names = {"attention_bias"} if self.optional_bias else set()
-        names |= {"partial_rotary_factor"} if self.has_partial_rotary else set()
+        names = {*self.bias_fields, *self.dropout_fields} | (
+            {"partial_rotary_factor"} if self.has_partial_rotary else set()
+        )
         return names | ({"sliding_window"} if self.layers_by != "none" else set())
 
     def read(self, config: HfConfig) -> dict[str, Any]:
@@ -85,7 +98,7 @@ class LlamaLike:
             config["num_key_value_heads"] = config.get("num_attention_heads")
         rope = self._read_rope(config, "full_attention" if self.has_local_rope else "")
         pattern, window = self._read_layers(config)
-        has_bias = bool(config.get("attention_bias")) and self.optional_bias
+        qkv_bias, o_bias = (bool(field and config.get(field)) for field in self.bias_fields)
         head_dim = head_dim_of(config)
         _check_rotated_channels(rope, head_dim)
         fields = from_hf(config, SIZE_FIELDS) | {
@@ -96,9 +109,13 @@ class LlamaLike:
             "rope": rope,
             "attention_pattern": pattern,
             "window": window,
-            "qkv_bias": has_bias,
-            "o_bias": has_bias,
+            "qkv_bias": qkv_bias,
+            "o_bias": o_bias,
         }
+        if self.qk_norm_field:
+            fields["qk_norm"] = "head" if config.get(self.qk_norm_field) else None
+        if self.has_granite_factors:
+            fields |= _read_granite_factors(config)
         if self.has_gemma_scalars:
             fields |= _read_gemma_scalars(config)
         if self.has_local_rope and "S" in pattern:
@@ -118,8 +135,14 @@ class LlamaLike:
             **to_hf_rope(model),
             **self._write_layers(model),
         }
-        if self.optional_bias:
-            config["attention_bias"] = model.o_bias
+        biases = zip(self.bias_fields, (model.qkv_bias, model.o_bias), strict=True)
+        config |= {field: has_bias for field, has_bias in biases if field}
+        if self.qk_norm_field:
+            config[self.qk_norm_field] = model.qk_norm == "head"
+        if self.has_partial_rotary and model.rope is not None:
+            config["partial_rotary_factor"] = model.rope.partial_rotary_factor
+        if self.has_granite_factors:
+            config |= _write_granite_factors(model)
         if self.has_gemma_scalars:
             config |= _write_gemma_scalars(model)
         if self.has_rope_sections:
@@ -129,7 +152,7 @@ class LlamaLike:
             config["rope_local_base_freq"] = (model.local_rope or RopeConfig(theta=10_000.0)).theta
         return config
 
-    def layer_names(self, model: Model) -> dict[str, str]:
+    def layer_names(self, model: Model, index: int = 0) -> dict[str, str]:
         """Map our names of the tensors of a layer to those in files."""
         missing = {
             "attention_norm.weight": not model.pre_norms,
@@ -138,6 +161,8 @@ class LlamaLike:
             "mlp_post_norm.weight": not model.post_norms,
             **dict.fromkeys(("attention.q_bias", "attention.k_bias", "attention.v_bias"), not model.qkv_bias),
             "attention.o_bias": not model.o_bias,
+            "attention.sinks": not model.attention_sinks,
+            "mlp.gate.weight": not model.gated,
             **dict.fromkeys(("attention.q_norm.weight", "attention.k_norm.weight"), model.qk_norm is None),
         }
         return {name: hf_name for name, hf_name in self.names.items() if not missing.get(name)}
@@ -260,4 +285,31 @@ def _write_gemma_scalars(model: Model) -> HfConfig:
         "attn_logit_softcapping": model.attn_logit_softcap,
         "final_logit_softcapping": model.logit_softcap,
         "query_pre_attn_scalar": round(model.softmax_scale**-2),
+    }
+
+
+GRANITE_FACTORS = {
+    "embedding_scale": "embedding_multiplier",
+    "attention_scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+}
+
+
+def _read_granite_factors(config: HfConfig) -> dict[str, Any]:
+    defaults = dict.fromkeys((*GRANITE_FACTORS.values(), "logits_scaling"), 1.0)
+    factors = {name: convert(float, required(defaults | config, name), f"config.json.{name}") for name in defaults}
+    if factors["logits_scaling"] == 0:
+        raise ConfigError("config.json.logits_scaling: 0 divides the logits; it must be another number")
+    return {"logit_scale": 1 / factors["logits_scaling"]} | {
+        name: factors[hf_name] for name, hf_name in GRANITE_FACTORS.items()
+    }
+
+
+def _write_granite_factors(model: Model) -> HfConfig:
+    scaling = float(f"{1 / model.logit_scale:.12g}")  # 1 / (1 / 49) is not 49
+    return {
+        "embedding_multiplier": model.embedding_scale,
+        "attention_multiplier": model.softmax_scale,
+        "residual_multiplier": model.residual_scale,
+        "logits_scaling": scaling,
     }

@@ -16,7 +16,7 @@ ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 LAYER_FIELDS: dict[str, tuple[Any, ...]] = {
     "gated": (True,), "activation": ("silu", "gelu"), "pre_norms": (True,), "o_bias": (False,),
     "qk_norm": (None, "head"), "attention_sinks": (False,), "pattern": (None,), "experts": (None,), "mla": (None,),
-    "mamba": (None,),
+    "mamba": (None,), "residual_scale": (1.0,),
 }  # fmt: skip
 
 

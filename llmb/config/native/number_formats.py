@@ -29,6 +29,7 @@ BLOCK_SCALED = (
     "deepseek",
     "qwen3",
     "qwen3_moe",
+    "minimax_m2",
 )  # architectures published with one fp8 scale per 128 x 128 block of weights
 
 FORMAT_FIELDS = (

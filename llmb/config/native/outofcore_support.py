@@ -18,7 +18,9 @@ from llmb.errors import ConfigError
 # The only values that are computed, of the fields of a model and of its experts: a load-balancing loss is that of a
 # micro-batch, which chunks are not.
 MODEL_FIELDS: dict[str, Any] = {"gated": True, "pattern": None, "mla": None, "mamba": None}
-EXPERT_FIELDS: dict[str, Any] = {"aux_loss": 0.0, "shared": 0, "dense_layers": 0, "score": "softmax", "latent": None}
+EXPERT_FIELDS: dict[str, Any] = {
+    "aux_loss": 0.0, "shared": 0, "dense_layers": 0, "score": "softmax", "correction_bias": False, "latent": None,
+}  # fmt: skip
 
 
 def supported_outofcore(config: RunConfig) -> tuple[OutOfCore, Plan]:

@@ -46,17 +46,18 @@ class ServingDtypes:
 
 @dataclass(frozen=True)
 class ServedBlock:
-    """A mixer with its pre-norm and its post-norm, where the model has them."""
+    """A mixer with its pre-norm and its post-norm, where the model has them, and the factor of what it adds."""
 
     norm_C: Tensor | None
     mixer: Mixer
     post_norm_C: Tensor | None = None
+    residual_scale: float = 1.0
 
     @cached_property
     def skinny_mixer(self) -> SkinnyMixer | None:
         """The mixer, if it has a skinny path."""
         mixer = self.mixer
-        fits = self.norm_C is not None and self.post_norm_C is None
+        fits = self.norm_C is not None and self.post_norm_C is None and self.residual_scale == 1.0
         return mixer if fits and isinstance(mixer, SkinnyMixer) and mixer.has_skinny_path else None
 
 
@@ -98,6 +99,8 @@ class ServedModel:
             delta_NC = block.mixer(normed, inputs)
             if block.post_norm_C is not None:
                 delta_NC = F.rms_norm(delta_NC, block.post_norm_C.shape, block.post_norm_C, eps)
+            if block.residual_scale != 1.0:
+                delta_NC = delta_NC * block.residual_scale
         return delta_NC if residual_NC is None else residual_NC + delta_NC
 
     def logits(self, x_NC: Tensor, logits_indices_S: Tensor) -> Tensor:
@@ -211,10 +214,11 @@ def layer_blocks(
     if model.experts is not None and layer >= model.experts.dense_layers:
         mlp: Mixer = ServedMoe(weights, f"{name}.mlp", model, *common, groups.experts, groups.tp)
     else:
-        mlp = ServedGatedMlp(weights, f"{name}.mlp", model.activation, *common, groups.tp)
+        dense_mlp = ServedGatedMlp if model.gated else ServedPlainMlp
+        mlp = dense_mlp(weights, f"{name}.mlp", model.activation, *common, groups.tp)
     post = {key: norm(f"{key}_post_norm") if model.post_norms else None for key in ("attention", "mlp")}
     pre = {key: norm(f"{key}_norm") if model.pre_norms else None for key in ("attention", "mlp")}
     return [
-        ServedBlock(pre["attention"], attention, post["attention"]),
-        ServedBlock(pre["mlp"], mlp, post["mlp"]),
+        ServedBlock(pre["attention"], attention, post["attention"], model.residual_scale),
+        ServedBlock(pre["mlp"], mlp, post["mlp"], model.residual_scale),
     ]

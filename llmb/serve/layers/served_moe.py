@@ -48,7 +48,7 @@ class ServedRouter:
     def __init__(self, weights: WeightSource, name: str, model: Model):
         self.experts = moe_config(model)
         self.weight_EC = weights.load(f"{name}.weight")
-        self.bias_E = weights.load(f"{name}.bias").float() if self.experts.score == "sigmoid" else None
+        self.bias_E = weights.load(f"{name}.bias").float() if self.experts.has_correction_bias else None
         self.logit_bias_E = weights.load(f"{name}.logit_bias").float() if self.experts.bias else None
 
     def __call__(self, x_NC: Tensor, slot_mapping_N: Tensor | None) -> tuple[Tensor, Tensor]:

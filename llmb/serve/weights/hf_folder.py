@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmb.config.huggingface.hf_config import HF_ARCHITECTURES, from_hf_config, to_hf_config
+from llmb.config.huggingface.mixtures import MIXTURES
 from llmb.config.model import Model
 from llmb.config.serialization import read_json
 from llmb.errors import ConfigError
@@ -39,6 +40,7 @@ SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2")
 # Calibrated scales of activations and of an fp8 KV cache: here scales are dynamic.
 IGNORED_SUFFIXES = ("input_scale", "k_scale", "v_scale")
 KINDS = (*IGNORED_SUFFIXES, "rotary_emb.inv_freq", HEAD)  # of ignored tensors
+MTP_ARCHITECTURES = {"deepseek"} | {name for name, mixture in MIXTURES.items() if mixture.has_mtp_layers}
 # Of config.json: redundant with model_type, or without effect on results unless RoPE is scaled.
 IGNORED_FIELDS = ("architectures", "max_position_embeddings")
 
@@ -174,9 +176,11 @@ def _check_names(folder: Path, model: Model, expected: Iterable[str], stored: Fo
 
 
 def _is_mtp_tensor(name: str, model: Model) -> bool:
-    """Return whether a tensor belongs to DeepSeek's multi-token prediction layers, which follow the last layer."""
+    """Return whether a tensor belongs to multi-token prediction layers, which follow the last layer or are named so."""
+    if model.architecture not in MTP_ARCHITECTURES:
+        return False
     match = re.match(rf"{re.escape(HF_PREFIXES.get(model.architecture, 'model.'))}layers\.(\d+)\.", name)
-    return model.architecture == "deepseek" and match is not None and int(match[1]) >= model.layers
+    return name.startswith("model.mtp_") or (match is not None and int(match[1]) >= model.layers)
 
 
 def _check_tensors(folder: Path, expected: dict[str, list[int]], stored: Folder) -> None:

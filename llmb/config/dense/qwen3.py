@@ -13,6 +13,6 @@ QWEN3 = LlamaLike(
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
-    optional_bias=True,
+    bias_fields=("attention_bias", "attention_bias"),
     layers_by="flagged_layer_types",
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from llmb.config.huggingface.olmo2 import OLMO2
+from llmb.config.dense.olmo2 import OLMO2
 
 OLMO3 = replace(
     OLMO2,

@@ -5,7 +5,7 @@ Five of six layers have a sliding window, and their own RoPE. Missing fields are
 
 from dataclasses import replace
 
-from llmb.config.huggingface.gemma2 import GEMMA2
+from llmb.config.dense.gemma2 import GEMMA2
 
 GEMMA3 = replace(
     GEMMA2,

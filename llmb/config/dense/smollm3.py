@@ -11,7 +11,7 @@ SMOLLM3 = LlamaLike(
         "no_rope_layer_interval": 4,
         "tie_word_embeddings": True,
     },
-    optional_bias=True,
+    bias_fields=("attention_bias", "attention_bias"),
     layers_by="no_rope_layers",
     refused={"mlp_bias": False},
 )

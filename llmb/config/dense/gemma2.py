@@ -26,7 +26,7 @@ GEMMA2 = LlamaLike(
         "final_logit_softcapping": 30.0,
         "rms_norm_eps": 1e-6,
     },
-    optional_bias=True,
+    bias_fields=("attention_bias", "attention_bias"),
     activation_field="hidden_activation",
     layers_by="layer_types",
     has_gemma_scalars=True,

@@ -3,8 +3,8 @@
 With sliding windows, the layers without one have no position embedding (NoPE).
 """
 
+from llmb.config.dense.olmo2 import OLMO2
 from llmb.config.huggingface.llama_like import LlamaLike
-from llmb.config.huggingface.olmo2 import OLMO2
 
 EXAONE4 = LlamaLike(
     architecture="exaone4",

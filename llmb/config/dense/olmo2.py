@@ -6,7 +6,7 @@ OLMO2 = LlamaLike(
     architecture="olmo2",
     class_name="Olmo2ForCausalLM",
     fields={"pre_norms": False, "post_norms": True, "qk_norm": "projection"},
-    optional_bias=True,
+    bias_fields=("attention_bias", "attention_bias"),
     names=LLAMA_NAMES
     | {
         "attention_post_norm.weight": "post_attention_layernorm.weight",

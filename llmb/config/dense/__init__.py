@@ -1,0 +1,1 @@
+"""Dense decoders like Llama as Hugging Face publishes them, one file of data each."""
