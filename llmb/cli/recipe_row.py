@@ -11,11 +11,11 @@ from llmb.config.overrides import from_arguments, from_environment
 from llmb.config.resolve import resolve_all
 from llmb.config.run_list import RunSelection, only_proxies, split_target, tasks_for
 from llmb.config.spec import RunConfig
-from llmb.errors import ConfigError, UnknownName
+from llmb.errors import ConfigError
 from llmb.launch.install_root import install_root
 from llmb.perfmodel.step_time.recipe_settings import as_configured
 from llmb.perfmodel.step_time.setup_fields import parse_scales
-from llmb.perfmodel.step_time.step_constants import ENGINES
+from llmb.perfmodel.step_time.step_constants import parse_engine
 
 EXTERNAL = "engine=megatron_bridge"  # rows as published, without departures of the native engine
 BF16_STATE = ("master_weights", "gradients", "moments", "reduce_dtype")  # formats that only the native engine has
@@ -49,9 +49,7 @@ def native_row(options: argparse.Namespace, settings: list[str]) -> tuple[RunCon
 
 def split_engine(settings: list[str]) -> tuple[str | None, list[str]]:
     """Return the engine whose constants predict, and the other settings."""
-    names = [text.partition("=")[2].replace("_", "-") for text in settings if text.startswith("engine=")]
-    if names and names[-1] not in ENGINES:
-        raise UnknownName("value of engine", names[-1], ENGINES)
+    names = [parse_engine(text.partition("=")[2]) for text in settings if text.startswith("engine=")]
     return (names[-1] if names else None), [text for text in settings if not text.startswith("engine=")]
 
 

@@ -48,6 +48,15 @@ def _one_forward_one_backward(ga: int, stages: int, round_size: int, warmup: int
             yield next_pass(stages - 1 - (number - warmup) // round_size % stages, False)
 
 
+def ramp(pp: int, vp: int | None, ga: int) -> float:
+    """Return warm-up and cool-down of a rank, in micro-batches; with fewer of them than ranks no rank is ever full.
+
+    Then the first one passes through all stages, and each other follows one stage later.
+    """
+    stages = vp or 1
+    return (pp - 1) / stages + max(0, pp - ga) * (1 - 1 / stages)
+
+
 def bubble(pp: int, vp: int | None, ga: int) -> float:
     """Return the fraction of a step that a rank waits, with equally fast stages and free communication.
 

@@ -14,6 +14,7 @@ from llmb.perfmodel.step_time.step_constants import calibrated, constants
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 accuracy = import_module("accuracy")
 step_intervals = import_module("prediction.step_intervals")
+unfitted_rows = import_module("prediction.unfitted_rows")
 layout_ranking = import_module("prediction.layout_ranking")
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
 LLAMA = {"source": "v25.04", "model": "llama3.1", "size": "8b", "gpu": "h100", "dtype": "bf16", "seqlen": "8192",
@@ -123,3 +124,13 @@ def test_contradictory_settings_and_other_trainings_make_no_pair():
 
 def test_the_stated_speed_is_the_same_on_a_slower_machine():
     assert {accuracy.at_least(rate) for rate in (1000, 2310, 5060)} == {"at least 1,000"}
+
+
+def test_rows_that_were_never_fitted_are_described_and_compared():
+    rows = unfitted_rows.unfitted_rows()
+    megatron = [row for row in rows if row.setup.engine.startswith("megatron")]
+    assert len(rows) >= 50
+    assert np.median(np.abs(np.expm1(unfitted_rows.errors_of(megatron)))) < 0.06
+    text = unfitted_rows.unfitted_section([rows[0].setup], accuracy.summary, accuracy.table)
+    assert f"1 of the {len(rows)} have the description of a fitted row" in text
+    assert text.count("| no |") == sum(not row.is_inside for row in rows)

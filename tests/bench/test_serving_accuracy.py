@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_constants
-from llmb.perfmodel.serving_time.serving_predictor import predict_serving
+from llmb.perfmodel.serving_time.serving_predictor import crowding, predict_serving
 from llmb.perfmodel.serving_time.serving_rows import read_serving_rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -55,7 +55,7 @@ def test_widths_and_coverage_of_known_errors(samples):
 
 def test_the_interval_of_ttft_is_that_of_the_engine(samples):
     """SGLang's first tokens vary four times as much as vLLM's; one width for both held 44 and 99 % of their rows."""
-    errors = np.array([1.2 if s.setup.engine == "sglang" else 0.3 for s in samples])
+    errors = np.array([(1.2 if s.setup.engine == "sglang" else 0.3) * crowding(s.setup) for s in samples])
     widths = serving_accuracy.half_widths(samples, [serving_fit.Predicted(errors, errors, errors)])
     assert widths["ttft"]["sglang"] == pytest.approx(1.2)
     assert widths["ttft"]["vllm"] == pytest.approx(0.3)

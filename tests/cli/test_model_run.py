@@ -218,3 +218,14 @@ def test_a_name_that_predictions_know_is_no_folder(tmp_path: Path, monkeypatch: 
 def test_a_task_without_a_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="--task serve says what to do with --model"):
         recipes_for(parser().parse_args(["show", "--task", "serve"]))
+
+
+def test_sequences_beyond_the_context_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = QWEN3_8B | {"max_position_embeddings": 2048}
+    run_of(tmp_path, short, "--gpu-type", "h100")
+    assert "note: 4096 tokens are more than the 2048 of my-model's context" in capsys.readouterr().err
+    run_of(tmp_path, short, "--gpu-type", "h100", "--seqlen", "2048")
+    run_of(tmp_path, short, "--gpu-type", "h100", "--task", "serve", "--set", "isl=1024", "--set", "osl=1024")
+    assert capsys.readouterr().err == ""
+    run_of(tmp_path, short, "--gpu-type", "h100", "--task", "serve", "--set", "isl=1025", "--set", "osl=1024")
+    assert "note: 2049 tokens" in capsys.readouterr().err

@@ -372,3 +372,24 @@ def test_gpus_without_a_known_network_say_how_many_can_be_predicted(llmb_run, gp
     assert f"{possible} can be predicted" in err
     last = llmb_run("predict", "--model", "llama3.1-8b", "--gpu-type", gpu, "--scale", "1")[1].splitlines()[-1]
     assert last.endswith(" s on 1 GPU with the same settings")
+
+
+def test_engines_have_the_names_of_their_projects(llmb_run):
+    engines = [json.loads(llmb_run(*MODEL, "--engine", name, "--json")[1])["engine"] for name in ("NeMo", "maxtext")]
+    assert engines == ["megatron", "jax"]
+    assert "choices are: megatron" in llmb_run(*MODEL, "--engine", "megatron-deepspeed")[2]
+
+
+def test_sequences_beyond_the_context_are_named(llmb_run):
+    long = ["predict", "--model", "llama2-7b", "--gpu-type", "h100", "--scale", "8", "--set", "seqlen=8192"]
+    note = "8192 tokens are more than the 4096 of llama2-7b's context (max_position_embeddings)"
+    assert json.loads(llmb_run(*long, "--json")[1])["note"].startswith(note)
+    assert note in llmb_run(*long)[1]
+    assert json.loads(llmb_run(*MODEL, "--json")[1])["note"] is None
+
+
+def test_a_file_without_the_column_size_has_rows(llmb_run, tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("model,gpu,dtype,gpus,seqlen,gbs,mbs,tp\nllama3.1-8b,h100,bf16,8,4096,128,1,1\n")
+    (row,) = json.loads(llmb_run("predict", "--rows", path, "--json")[1])
+    assert row["step_time_s"] == json.loads(llmb_run(*MODEL, "--json")[1])["step_time_s"]

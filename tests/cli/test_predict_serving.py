@@ -215,3 +215,15 @@ def test_a_curve_over_concurrency_has_the_cost_where_prices_are_given(llmb_run):
     costs = [point["energy"]["cost_per_million_tokens"] for point in json.loads(llmb_run(*curve, "--json")[1])]
     lines = [line.split() for line in llmb_run(*curve)[1].splitlines() if line.strip()[:1].isdigit()]
     assert [float(line[-1]) for line in lines] == pytest.approx(costs, rel=1e-3)
+
+
+def test_lengths_beyond_the_context_are_named(llmb_run):
+    long = [*SERVE, "--isl", "131072"]
+    assert "132096 tokens are more than the 131072 of Llama-3.1-70B's context" in llmb_run(*long)[1]
+    assert json.loads(llmb_run(*long, "--json")[1])["note"].startswith("132096 tokens")
+    assert json.loads(llmb_run(*SERVE, "--json")[1])["note"] is None
+
+
+def test_mxfp8_weights_are_of_eight_bits(llmb_run):
+    serve = [word if word != "fp8" else "mxfp8" for word in SERVE]
+    assert json.loads(llmb_run(*serve, "--json")[1])["dtype"] == "fp8"

@@ -266,3 +266,9 @@ def test_layers_of_delta_nets_are_those_of_the_list_or_three_of_four(shape):
 def test_blocks_that_are_not_modelled_are_refused_by_name(shape, fields):
     with pytest.raises(ConfigError, match=f"{next(iter(fields))}.* is not modelled"):
         shape(**fields)
+
+
+def test_the_context_is_that_of_the_config(shape):
+    assert shape(max_position_embeddings=4096).max_positions == 4096
+    assert shape(n_positions=1024).max_positions == 1024
+    assert shape().max_positions is None

@@ -316,3 +316,9 @@ def test_a_pipeline_serves_no_more_per_gpu_than_copies_of_one_gpu(name, engine):
         predict_serving(replace(alone, pp=pp, concurrency=144 * pp)).output_tokens_per_s_per_gpu for pp in (1, 2, 4, 8)
     ]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_clients_beyond_the_cache_wait_and_decode_no_faster():
+    full = replace(LLAMA_70B, tp=1, isl=8192, osl=64, concurrency=256)
+    times = [predict_serving(replace(full, concurrency=clients)).tpot_ms for clients in (256, 512, 2048)]
+    assert times == pytest.approx([times[0]] * 3)

@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llmb.config.model import Model
     from llmb.config.recipe import Recipe
 
 TASKS = ("train", "serve", "offload")
@@ -91,7 +93,26 @@ def _model_recipe(options: argparse.Namespace) -> "Recipe":
     recipe = model_recipe(model, task, gpu, int(options.scale), weights, budgets)
     options.workload, options.size = recipe.workload, recipe.default_size
     (request_task,) = tasks_for(run_selection(options), {recipe.workload: recipe})
-    return fitted_recipe(recipe, request_task.request)
+    request = request_task.request
+    fitted = fitted_recipe(recipe, request)
+    if weights is None and not request.uses_proxy:  # requests that published weights cannot serve are refused
+        lengths = fitted.defaults | fitted.rows[0] | {setting.field: setting.value for setting in request.settings}
+        _note_context(model, config, lengths)
+    return fitted
+
+
+def _note_context(model: "Model", config: dict[str, Any], lengths: dict[str, Any]) -> None:
+    """Print a line where sequences are longer than those that the model is made for."""
+    from llmb.perfmodel.shapes.hf_blocks import read_count
+    from llmb.perfmodel.shapes.hf_shape import CONTEXTS
+    from llmb.perfmodel.shapes.model_catalog import ModelShape
+
+    texts = [str(lengths[name]) for name in ("seqlen", "isl", "osl") if lengths.get(name) is not None]
+    if not all(text.isdecimal() for text in texts):  # refused where the run is resolved
+        return
+    shape = ModelShape(model=model, max_positions=read_count(config, *CONTEXTS))
+    if (note := shape.context_note(sum(map(int, texts)))) is not None:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _gpu_flag(options: argparse.Namespace, gpu: str) -> str:

@@ -120,6 +120,7 @@ def _predict_setups(options: argparse.Namespace) -> int:
         print_report(describe_prediction(*points[0], predict(setups[0]) if on else None))
         _print_energy(options, *points[0])
     first = setups[0]
+    print_note(first.shape.context_note(first.seqlen))
 
     def native_time() -> str:
         native = _native_setup(options, first) if options.workload else replace(first, engine=NATIVE)
@@ -257,5 +258,6 @@ def _as_data(setup: Any, prediction: Any) -> dict[str, Any]:
         "ceilings": ceilings_source(setup.gpu, setup.rates),
         "model": setup.shape.model.name, "gpu": setup.gpu, "gpus": setup.gpus, "dtype": setup.dtype,
         "seqlen": setup.seqlen, "mbs": setup.mbs, "gbs": setup.gbs, "engine": setup.engine,
-        "gpu_memory_gib": None if capacity is None else capacity / GIB, **asdict(prediction),
+        "gpu_memory_gib": None if capacity is None else capacity / GIB,
+        "note": setup.shape.context_note(setup.seqlen), **asdict(prediction),
     }  # fmt: skip

@@ -49,6 +49,7 @@ def run_serving(options: argparse.Namespace) -> int:
         if (energy := _energy(options, *points[0])) is not None:
             print_report("\n".join(energy_lines(energy, unit="output tokens")))
     first = setups[0]
+    print_note(first.shape.context_note(first.isl + first.osl))
 
     def native_time() -> str:
         e2e_ms = predict_serving(replace(first, engine=NATIVE), on).e2e_ms
@@ -141,5 +142,6 @@ def serving_data(setup: ServingSetup, prediction: ServingPrediction) -> dict[str
         "model": setup.shape.model.name, "engine": setup.engine, "gpu": setup.gpu, "gpus": setup.gpus,
         "dtype": setup.dtype, "kv_dtype": setup.kv_dtype, "isl": setup.isl, "osl": setup.osl,
         "concurrency": setup.concurrency, "ceilings": ceilings_source(setup.gpu, setup.rates),
-        "unproven": unproven_note(setup), **asdict(prediction),
+        "unproven": unproven_note(setup), "note": setup.shape.context_note(setup.isl + setup.osl),
+        **asdict(prediction),
     }  # fmt: skip

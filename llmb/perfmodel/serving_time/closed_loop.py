@@ -39,7 +39,8 @@ class Load:
     whole: Number  # 1: a prompt that does not fit whole waits for the next step; 0: its first chunk is computed
     chunks: Number  # steps of the prefill of one request alone
     finishing: Number  # requests that finish in a step, at least one, whose clients send again
-    waves: Number  # requests per slot
+    waves: Number  # requests per client, the first of which waits for the prompts of all others
+    slot_waves: Number  # requests per slot
     replicas: Number  # of attention, that have a request
     stages: Number
     drafts: Number  # tokens of speculative decoding, per request and step
@@ -85,7 +86,8 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
         whole=float(setup.engine in WHOLE_PROMPTS),
         chunks=float(-(-isl // budget)),
         finishing=max(1.0, min(decodes, decodes * setup.receive_interval / osl)),
-        waves=setup.waves * setup.concurrency / slots,
+        waves=float(setup.waves),
+        slot_waves=setup.waves * setup.concurrency / slots,
         replicas=float(replicas),
         stages=float(setup.pp),
         drafts=float(setup.draft_tokens),
@@ -127,13 +129,17 @@ def loop_times(work: ServingWork, load: Load, r: ServingRates, queue: Number) ->
         own_chunks = _at_least(_at_most(load.chunks, load.osl * load.stages / requests), chunks)  # packed under load
         crowd = total(_prefill(work, load, r, batch, context, together, chunks))
         prefill = _prefill(work, load, r, batch, context, arriving, own_chunks)
-        first = _first_wave(load, requests, step, _Prompts(crowd, together, chunks))
-        later = _later_wave(load, requests, step, _Prompts(total(prefill), arriving, own_chunks), queue)
+        # A step with prompts is no shorter than one without, whose drafts of speculative decoding cost more.
+        least = load.mixed * step
+        crowded = _Prompts(_at_least(crowd, least * chunks), together, chunks)
+        alone = _Prompts(_at_least(total(prefill), least * own_chunks), arriving, own_chunks)
+        first = _first_wave(load, requests, step, crowded)
+        later = _later_wave(load, requests, step, alone, queue)
         decoding = (first.decoding + later_waves * later.decoding) / load.waves
         tpot = decoding / (load.osl - 1)
         ttft = (first.ttft + later_waves * later.ttft) / load.waves + r.first_token
         stay = ttft + decoding
-        waiting = (load.concurrency - load.slots) / load.slots * (1 - 0.5 / load.waves) * stay
+        waiting = (load.concurrency - load.slots) / load.slots * (1 - 0.5 / load.slot_waves) * stay
         # Some requests are in prefill or wait for it; of one wave, only before the others decode.
         idle = (1 - decoding / stay) * (1 - 1 / load.waves)
         batch = _at_most(requests * (1 - idle), load.decoding)
@@ -210,7 +216,7 @@ def prefill_times(work: ServingWork, load: Load, r: ServingRates) -> LoopTimes:
     crowd = total(_prefill(work, load, r, 0.0, load.isl, together, chunks))
     waves = ((requests + together) / 2 + (load.waves - 1) * requests) / load.waves  # the first one, and later ones
     ttft = _at_least(waves * crowd / together / load.stages, total(prefill) + r.first_token)
-    waiting = (load.concurrency - load.slots) / load.slots * (1 - 0.5 / load.waves) * ttft
+    waiting = (load.concurrency - load.slots) / load.slots * (1 - 0.5 / load.slot_waves) * ttft
     return LoopTimes(
         ttft=ttft + waiting, tpot=0.0, queue=waiting, decode=dict.fromkeys(prefill, 0.0), prefill=prefill
     )  # fmt: skip

@@ -137,11 +137,20 @@ def interval_kind(setup: ServingSetup, metric: str) -> str:
     return "experts" if setup.shape.model.experts else "dense"
 
 
+def crowding(setup: ServingSetup) -> float:
+    """Return how many times as wide an interval is for many clients, each doubling of which adds as much.
+
+    Their times are mostly those of prompts of others and of waiting, which depend on settings that nobody publishes.
+    """
+    data = serving_interval()
+    return 1.0 + float(data["per_doubling"]) * max(0.0, math.log2(setup.concurrency / data["few_clients"]))
+
+
 def log_half_width(setup: ServingSetup, metric: str) -> float:
-    """Return half the width of the 80 % interval in log space; wider for a GPU without published rows."""
+    """Return half the width of the 80 % interval in log space; wider for unproven GPUs and for many clients."""
     widths = serving_interval()["half_width" if unproven_note(setup) is None else "unseen_half_width"]
     name = {"ttft_ms": "ttft", "tpot_ms": "tpot"}.get(metric, "e2e")
-    return float(widths[name][interval_kind(setup, name)])
+    return float(widths[name][interval_kind(setup, name)]) * crowding(setup)
 
 
 def unproven_note(setup: ServingSetup) -> str | None:

@@ -19,7 +19,10 @@ from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
 from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.csv_table import named_cells, positive_cell, read_table, whole_cell
 
-DTYPES = {"": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4", "mxfp4": "nvfp4"}
+DTYPES = {
+    "": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4",
+    "mxfp4": "nvfp4",
+}  # fmt: skip
 MOST_RANKS = 16  # of one engine; published rows with more are disaggregated
 # InferenceMAX draws lengths uniformly from 0.8 to 1 of the nominal ones, which are 1,024 or 8,192.
 RECIPE_LENGTHS, RANDOM_RATIO = (1024, 8192), 0.9
@@ -81,7 +84,8 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
     if cells.get("precision", "") not in DTYPES:
         raise ConfigError(f"precision {cells['precision']} is not modelled")
     dtype = DTYPES[cells.get("precision", "")]
-    if shape.checkpoint == "nvfp4" and dtype == "fp8":  # named after its activations or its KV cache
+    # Tables name a 4-bit checkpoint after its activations or its KV cache.
+    if shape.checkpoint == "nvfp4" and dtype == "fp8" and cells.keys() >= PUBLISHED_LAYOUT:
         dtype = "nvfp4"
     tp, attention_dp, ep, moe_tp = _layout(cells, shape)
     recipe = _is_recipe(cells)

@@ -39,6 +39,8 @@ from llmb.perfmodel.shapes.model_catalog import ModelShape, find_model, run_shap
 from llmb.perfmodel.shapes.not_modelled import check_modelled
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# Of GPT-2, MPT and DBRX, ChatGLM and OLMo.
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 # Names of other model types: GPT-2, MPT, DBRX, Bloom, Falcon, OPT, ChatGLM, Nemotron-H.
 OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
@@ -84,7 +86,8 @@ def read_hf_shape(path: Path) -> ModelShape:
     config = _flattened(data)
     check_modelled(config, path)
     if (model := _model_here(config, DENSE_TYPES)) is not None:
-        return replace(run_shape(model), checkpoint=_checkpoint(config.get("quantization_config")))
+        checkpoint = _checkpoint(config.get("quantization_config"))
+        return replace(run_shape(model), checkpoint=checkpoint, max_positions=read_count(config, *CONTEXTS))
     if missing := [name for name in REQUIRED if config.get(name) is None]:
         raise ConfigError(f"{path} has no {', '.join(missing)}: not the config.json of a decoder-only language model")
     return _shape(config, path)
@@ -157,6 +160,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         expert_bias=model_type == "gpt_oss",
         mtp_depth=depth,
         mtp_blocks=read_mtp_blocks(config, model) if depth else (),
+        max_positions=read_count(config, *CONTEXTS),
     )
 
 

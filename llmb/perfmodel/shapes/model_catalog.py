@@ -17,7 +17,7 @@ from llmb.config.serialization import build
 from llmb.errors import UnknownName
 from llmb.formats.yaml_file import load_yaml
 
-SHAPE_FIELDS = ("window", "window_layers", "checkpoint", "expert_bias", "mtp_depth", "mtp_blocks")
+SHAPE_FIELDS = ("window", "window_layers", "checkpoint", "expert_bias", "mtp_depth", "mtp_blocks", "max_positions")
 # Of a checkpoint on Hugging Face: how it was tuned, in which month, its format, its version.
 SUFFIXES = re.compile(
     r"(-instruct|-thinking|-chat|-it|-base|-terminus)?(-hf)?(-\d{4})?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+(\.\d+)?)?$"
@@ -37,6 +37,16 @@ class ModelShape:
     expert_bias: bool = False  # projections of experts have biases
     mtp_depth: int = 0  # tokens predicted beyond the next one, each by one more pass through the MTP blocks and head
     mtp_blocks: tuple[str, ...] = ()  # kinds of block of one pass; passes share their weights
+    max_positions: int | None = None  # tokens of a sequence that the published model is made for; none: not known
+
+    def context_note(self, tokens: int) -> str | None:
+        """Return a warning of sequences longer than the model's context; their times are predicted all the same."""
+        if self.max_positions is None or tokens <= self.max_positions:
+            return None
+        return (
+            f"{tokens} tokens are more than the {self.max_positions} of {self.model.name}'s context "
+            "(max_position_embeddings): as fast with random weights, but the published ones know no later positions"
+        )
 
     @property
     def mtp_layers(self) -> int:

@@ -17,6 +17,7 @@ from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import LlmbError
 from llmb.perfmodel.communication import ALL_REDUCE, ALL_TO_ALL, CollectiveTraffic, step_traffic
+from llmb.perfmodel.pipeline_schedule import ramp
 from llmb.perfmodel.shards import rank_flops
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.collective_time import Transfer, ring_transfer, sends_outside
@@ -116,10 +117,10 @@ def _bubble(config: RunConfig, work: Training, micro_batch: float) -> float:
     Warm-up and cool-down pass through all stages, so they take the time of the average one; in between a rank waits
     for the stage with the most work.
     """
-    pp, stages = config.parallel.pp, config.parallel.vp or 1
+    pp = config.parallel.pp
     if pp == 1:
         return 0.0
     work_of = [rank_flops(config, rank) for rank in range(pp)]
     this_rank = work_of[config.pipeline_rank or 0]
-    ramp = (pp - 1) / stages * micro_batch * sum(work_of) / pp / this_rank
-    return ramp + work.ga * micro_batch * (max(work_of) / this_rank - 1)
+    ends = ramp(pp, config.parallel.vp, work.ga) * micro_batch * sum(work_of) / pp / this_rank
+    return ends + work.ga * micro_batch * (max(work_of) / this_rank - 1)

@@ -16,7 +16,7 @@ from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
 from llmb.perfmodel.step_time.fitted_constants import NATIVE_FILE, Constants, native_constants, read_interval
 from llmb.perfmodel.step_time.run_description import NATIVE, run_config
 from llmb.perfmodel.step_time.saved_activations import saved_fraction, whole_logits
-from llmb.perfmodel.step_time.step_constants import calibrated, interval_data
+from llmb.perfmodel.step_time.step_constants import NEWEST, calibrated, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import StepWork, step_terms, step_work
 
@@ -97,23 +97,34 @@ def interval_class(setup: StepSetup) -> str:
     return "experts_or_mamba" if model.experts or model.mamba or model.delta_net else "dense"
 
 
+def scarcity(setup: StepSetup) -> float:
+    """Return how many times as wide the interval is for kinds of run that few models were published of.
+
+    Fine-tuning, an engine's releases of the last months, low precision in engines other than Megatron; and ours, which
+    nobody measured on several GPUs.
+    """
+    is_plain = setup.engine.startswith("megatron") or setup.dtype == "bf16"
+    is_scarce = setup.task != "pretrain" or setup.engine in (NEWEST, NATIVE) or not is_plain
+    return float(interval_data()["scarce"]) if is_scarce else 1.0
+
+
 def log_half_width(setup: StepSetup) -> float:
     """Return half the width of the 80 % interval, in log space.
 
-    Wider for a GPU without published rows.
+    Wider for a GPU without published rows, and for kinds of run that few models were published of.
     """
     data = interval_data()
     native = read_interval(NATIVE_FILE)
     if setup.engine == NATIVE and setup.gpus == 1 and setup.gpu in native["measured_gpus"]:
         return float(native["one_gpu"])
     unseen = 1.0 if setup.gpu in data["gpus"] else float(data["unseen_gpu"])
-    return float(data["half_width"][interval_class(setup)]) * unseen
+    return float(data["half_width"][interval_class(setup)]) * unseen * scarcity(setup)
 
 
-def step_memory(setup: StepSetup, routed: float = 1.0) -> MemoryEstimate:
+def step_memory(setup: StepSetup) -> MemoryEstimate:
     """Return the memory estimate of the fullest GPU; frozen weights have neither gradients nor optimizer state.
 
-    `routed`: tokens that its experts get, against an even routing; the native engine has a capacity of its own.
+    Its experts get more tokens than on average, as many as the native engine has room for at first.
     """
     if setup.fsdp_ranks is not None:  # as much as a run of one group that has all weights
         split = setup.parallel
@@ -124,6 +135,6 @@ def step_memory(setup: StepSetup, routed: float = 1.0) -> MemoryEstimate:
     estimate = memory_estimate(run_config(setup))
     if setup.engine == NATIVE:  # exact
         return estimate
-    activations = estimate.activations * saved_fraction(setup, routed) + whole_logits(setup)
+    activations = estimate.activations * saved_fraction(setup) + whole_logits(setup)
     estimate = replace(estimate, activations=activations)
     return replace(estimate, gradients=0.0, optimizer=0.0) if setup.task == "lora" else estimate

@@ -18,7 +18,8 @@ from llmb.perfmodel.shapes.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.csv_table import named_cells, positive_cell, read_table, whole_cell
 from llmb.perfmodel.step_time.predictor import model_flops, peak_flops, step_memory
 from llmb.perfmodel.step_time.recipe_settings import with_recipe
-from llmb.perfmodel.step_time.setup_fields import parse_settings
+from llmb.perfmodel.step_time.setup_fields import default_etp, is_sharded_by_default, parse_settings, trains_mtp
+from llmb.perfmodel.step_time.step_constants import NEWEST
 from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, Recompute, StepSetup, parse_dtype
 from llmb.perfmodel.step_time.waterfall import step_work
 
@@ -59,7 +60,7 @@ class PublishedRow:
 
     @property
     def model(self) -> str:
-        return f"{self.cells['model']} {self.cells['size']}".strip()
+        return f"{self.cells['model']} {self.cells.get('size', '')}".strip()
 
 
 def read_rows(path: Path) -> list[PublishedRow]:
@@ -128,10 +129,13 @@ def _setup(cells: dict[str, str]) -> StepSetup:
     settings = parse_settings([f"{name}={cells[name]}" for name in SETTINGS if cells.get(name)])
     engine = settings.pop("engine", None) or engine_of(cells.get("source", ""), cells.get("notes", ""))
     dtype = parse_dtype(cells["dtype"])
-    cells = with_recipe(cells, shape, dtype, recent=engine == "megatron-bridge-2026")
+    # A row of a table leaves out what its release or recipe says; any other has the defaults of `--set`.
+    is_published = bool(cells.get("source") or cells.get("notes"))
+    if is_published:
+        cells = with_recipe(cells, shape, dtype, recent=engine == NEWEST)
     _require(cells, "mbs")
     notes = cells.get("notes", "")
-    if not settings.pop("mtp", engine.startswith("megatron") and "without MTP" not in notes):
+    if not settings.pop("mtp", trains_mtp(engine) and "without MTP" not in notes):
         shape = replace(shape, mtp_depth=0)
     seqlen = _count(cells, "seqlen") or (DEFAULT_SEQLEN if engine == "torchtitan" else _measured_seqlen(cells))
     if seqlen is None:
@@ -141,7 +145,7 @@ def _setup(cells: dict[str, str]) -> StepSetup:
     captures = cells.get("cuda_graphs", "")
     graphs = float(captures == "true" or "full_iteration" in captures)
     # Whole iterations with experts can only be captured without waiting for the host, which these kernels do not.
-    captured = shape.model.experts is not None and graphs == 1.0 and engine == "megatron-bridge-2026"
+    captured = is_published and shape.model.experts is not None and graphs == 1.0 and engine == NEWEST
     setup = StepSetup(
         shape=shape,
         gpu=cells["gpu"],
@@ -149,7 +153,7 @@ def _setup(cells: dict[str, str]) -> StepSetup:
         dtype=dtype,
         seqlen=seqlen,
         # torchtitan names the local batch, which a pipeline splits into micro-batches of one sequence.
-        mbs=1 if engine == "torchtitan" and parallel.pp > 1 else mbs,
+        mbs=1 if engine == "torchtitan" and parallel.pp > 1 and is_published else mbs,
         gbs=_count(cells, "gbs") or mbs * parallel.dp,
         parallel=parallel,
         fsdp_ranks=_fsdp_ranks(cells, parallel),
@@ -167,7 +171,7 @@ def _setup(cells: dict[str, str]) -> StepSetup:
         fused_experts="op_fuser" in notes or captured,
         fp8_attention="fp8_attention" in notes or (captured and dtype == "fp8-mx"),
         task=task,
-        document_tokens=None if task == "pretrain" else PACKED_TOKENS,
+        document_tokens=PACKED_TOKENS if is_published and task != "pretrain" else None,
         watts=REDUCED_WATTS if "500W" in notes or "lower TDP" in notes else None,
     )
     return replace(setup, **settings)
@@ -205,8 +209,7 @@ def _layout(cells: dict[str, str], engine: str) -> Parallel:
         cp=cp,
         vp=_count(cells, "vp"),
         ep=_count(cells, "ep") or 1,
-        # Megatron of 2024 split experts over tp too.
-        etp=_count(cells, "etp") or (tp if engine == "megatron-2024" else 1),
+        etp=_count(cells, "etp") or default_etp(engine, tp),
     )
 
 
@@ -215,7 +218,7 @@ def _is_sharded(cells: dict[str, str], engine: str) -> bool:
     text = cells.get("fsdp", "")
     if text in ("true", "false"):
         return text == "true"
-    return (_count(cells, "fsdp") or 0) > 1 or engine == "torchtitan" or "FSDP" in cells.get("notes", "")
+    return (_count(cells, "fsdp") or 0) > 1 or is_sharded_by_default(engine) or "FSDP" in cells.get("notes", "")
 
 
 def _fsdp_ranks(cells: dict[str, str], parallel: Parallel) -> int | None:

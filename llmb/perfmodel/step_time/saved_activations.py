@@ -9,6 +9,7 @@ mla_up_proj, mlp, moe_act, moe.
 from llmb.config.model import Model
 from llmb.perfmodel.activation_memory import ActivationSizes
 from llmb.perfmodel.block_costs import block_stack
+from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR
 from llmb.perfmodel.memory_estimate import LOGIT_BYTES, LOSS_CHUNK_TOKENS
 from llmb.perfmodel.step_time.run_description import NATIVE, run_config
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -17,7 +18,7 @@ from llmb.perfmodel.step_time.step_work import BF16, OPERAND_BYTES
 SELECTIVE_SAVED = 0.6  # of the activations, with every second GEMM and the attention saved
 
 
-def saved_fraction(setup: StepSetup, routed: float = 1.0) -> float:
+def saved_fraction(setup: StepSetup, routed: float = CAPACITY_FACTOR) -> float:
     """Return the bytes saved over those of bf16 without recompute of single modules.
 
     `routed`: tokens that the experts of the fullest rank get, against an even routing.
@@ -51,7 +52,7 @@ def offloaded_bytes(setup: StepSetup) -> float:
     if layers and setup.engine == NATIVE:  # exact
         return layers * ActivationSizes(run_config(setup)).layer(0)
     values = sum(count * block.saved_values for _, count, block in block_stack(model)) / model.layers
-    return layers * BF16 * values * saved_fraction(setup) * setup.tokens / split.tp if layers else 0.0
+    return layers * BF16 * values * saved_fraction(setup, routed=1.0) * setup.tokens / split.tp if layers else 0.0
 
 
 def _saved_bytes(setup: StepSetup, kind: str, plain: float, routed: float) -> float:

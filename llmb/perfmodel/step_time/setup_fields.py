@@ -10,7 +10,7 @@ from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import Device
-from llmb.perfmodel.step_time.step_constants import ENGINES
+from llmb.perfmodel.step_time.step_constants import ENGINES, parse_engine
 from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, StepSetup, check_ranks, check_shards, parse_dtype
 
 COUNTS = ("seqlen", "mbs", "gbs", "layers", "recompute_layers", "offload_layers")
@@ -53,7 +53,7 @@ def parse_fields(settings: list[str], fields: Sequence[str], parse: Callable[[st
 
 def _parse_value(name: str, text: str) -> Any:
     if name in CHOICES:
-        text = text.replace("_", "-") if name == "engine" else text
+        text = parse_engine(text) if name == "engine" else text
         if text not in CHOICES[name]:
             raise UnknownName(f"value of {name}", text, CHOICES[name])
         return text == "true" if CHOICES[name] == ("true", "false") else text
@@ -64,10 +64,12 @@ def _parse_value(name: str, text: str) -> Any:
 
 def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict[str, Any]) -> StepSetup:
     """Return the description of any model and layout; the batch is one micro-batch per replica unless given."""
-    if not values.get("mtp", True):
+    engine = values.get("engine", DEFAULT_ENGINE)
+    if not values.get("mtp", trains_mtp(engine)):
         shape = replace(shape, mtp_depth=0)
-    layout = {name: values[name] for name in LAYOUT if name in values}
-    parallel = Parallel(fsdp=values.get("fsdp", False), **layout)
+    layout: dict[str, Any] = {"etp": default_etp(engine, values.get("tp", 1)) if shape.model.experts else 1}
+    layout |= {name: values[name] for name in LAYOUT if name in values}
+    parallel = Parallel(fsdp=values.get("fsdp", is_sharded_by_default(engine)), **layout)
     ranks, mbs = parallel.tp * parallel.pp * parallel.cp, values.get("mbs", 1)
     check_shards(shape.model, parallel)
     check_ranks(gpus, parallel)
@@ -86,7 +88,7 @@ def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict
         recompute_layers=values.get("recompute_layers"),
         offload_layers=values.get("offload_layers", 0),
         graphs=float(values.get("cuda_graphs", False)),
-        engine=values.get("engine", DEFAULT_ENGINE),
+        engine=engine,
         dispatcher=values.get("dispatcher", "alltoall"),
         overlap_experts=values.get("overlap_experts", False),
         fused_experts=values.get("fused_experts", False),
@@ -95,6 +97,21 @@ def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict
     )
     _check_layers(setup)
     return setup
+
+
+def trains_mtp(engine: str) -> bool:
+    """Return whether an engine trains the multi-token prediction of a model that has one, unless told otherwise."""
+    return engine.startswith("megatron")
+
+
+def default_etp(engine: str, tp: int) -> int:
+    """Return the ranks that share an expert where nobody says: Megatron of 2024 split experts over tp too."""
+    return tp if engine == "megatron-2024" else 1
+
+
+def is_sharded_by_default(engine: str) -> bool:
+    """Return whether an engine shards weights over all replicas unless told otherwise."""
+    return engine == "torchtitan"
 
 
 def _check_effect(shape: ModelShape, values: dict[str, Any]) -> None:

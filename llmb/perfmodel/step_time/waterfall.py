@@ -3,12 +3,14 @@
     step_terms(step_work(setup), calibrated())    -> {"gemm": ..., "attention": ..., ..., "overhead": ...}, in seconds
 
 A micro-batch takes the sum of its compute and exposed communication. A pipeline runs `ga` of them, at the pace of its
-slowest rank, and idles for (pp - 1) / vp more; data-parallel communication hides behind one micro-batch.
+slowest rank, and idles for (pp - 1) / vp more, or longer with fewer of them than ranks; data-parallel communication
+hides behind one micro-batch.
 """
 
 import math
 from dataclasses import dataclass
 
+from llmb.perfmodel.pipeline_schedule import ramp
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.collective_time import NO_TRAFFIC, RankTraffic, Transfer, rank_traffic
 from llmb.perfmodel.step_time.fitted_constants import Constants
@@ -280,5 +282,4 @@ def _pipeline_idle(step: StepWork, micro_batch: float, head: float) -> float:
     layer = micro_batch * split.pp / (setup.layer_count + setup.shape.mtp_layers)
     most, last = stage_layers(setup)
     slowest = max(most * layer, last * layer + head)
-    ramp = (split.pp - 1) / (split.vp or 1) * micro_batch
-    return setup.ga * (slowest - micro_batch - head / split.pp) + ramp
+    return setup.ga * (slowest - micro_batch - head / split.pp) + ramp(split.pp, split.vp, setup.ga) * micro_batch

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR
 from llmb.perfmodel.hardware import GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate
 from llmb.perfmodel.step_time.predictor import step_memory
@@ -50,7 +49,7 @@ def external_room(setup: StepSetup) -> MemoryRoom:
     native = setup.engine == "native"  # whose own estimate is exact and takes longer
 
     def estimate(candidate: StepSetup) -> MemoryEstimate:
-        return step_memory(replace(candidate, engine=DEFAULT_ENGINE) if native else candidate, CAPACITY_FACTOR)
+        return step_memory(replace(candidate, engine=DEFAULT_ENGINE) if native else candidate)
 
     return MemoryRoom(limit=limit, estimate=estimate)
 
