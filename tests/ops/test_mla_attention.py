@@ -90,6 +90,14 @@ def test_splits_fill_a_gpu_of_132_multiprocessors(programs: int, tiles: int, exp
     assert num_mla_splits(programs, tiles, 132) == expected
 
 
+@pytest.mark.parametrize(
+    ("shared_kib", "rows", "expected"),
+    [(227, 128, (64, 64)), (163, 128, (64, 64)), (99, 128, (64, 16)), (99, 32, (32, 32)), (99, 16, (16, 64))],
+)
+def test_a_tile_of_deepseek_fits_shared_memory(shared_kib: int, rows: int, expected: tuple[int, int]) -> None:
+    assert tile_sizes(torch.bfloat16, rows, 64, channels=512 + 64, shared_bytes=shared_kib << 10) == expected
+
+
 def test_a_tile_is_within_a_block() -> None:
     assert tile_sizes(torch.bfloat16, 128, 64) == (64, 64)
     assert tile_sizes(torch.bfloat16, 128, 96) == (64, 32)
