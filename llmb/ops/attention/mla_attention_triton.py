@@ -20,7 +20,7 @@ from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.mla_attention import MlaCache
 from llmb.ops.attention.online_softmax_triton import LOG2_E, split_weights
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
-from llmb.ops.device_capabilities import capabilities
+from llmb.ops.device_capabilities import DeviceCapabilities, capabilities
 from llmb.ops.quant.activation_quant import E4M3, E4M3_MAX
 
 # Rows, and tokens of the context, of a tile. With a rank of 512 the accumulators of 64 rows take half of a
@@ -261,9 +261,10 @@ def mla_attention_triton(
         return out_NHR
     rows_per_seq, total_rows = metadata.max_query_len * heads, tokens * heads
     rank_tile, rope_tile = (max(MIN_TILE, triton.next_power_of_2(n)) for n in (rank, rope))
-    shared_bytes = capabilities(out_NHR.device).shared_memory_bytes
+    gpu = capabilities(out_NHR.device)
+    row_channels, context_channels = tile_channels(gpu, rank_tile + rope_tile, cache.latents_BLR.dtype == E4M3)
     rows, context = tile_sizes(
-        q_latent_NHR.dtype, rows_per_seq, cache.block_tokens, rank_tile + rope_tile, shared_bytes
+        q_latent_NHR.dtype, rows_per_seq, cache.block_tokens, row_channels, context_channels, gpu.shared_memory_bytes
     )
     tiles = triton.cdiv(rows_per_seq, rows)
     context_tiles = triton.cdiv(metadata.max_seq_len, context)
@@ -313,11 +314,16 @@ def mla_prefill_attention_triton(q_NHD: Tensor, kv_THW: Tensor, keys_TK: Tensor,
 
 
 def tile_sizes(
-    dtype: torch.dtype, rows: int, block_tokens: int, channels: int = 0, shared_bytes: int | None = None
+    dtype: torch.dtype,
+    rows: int,
+    block_tokens: int,
+    row_channels: int = 0,
+    context_channels: int = 0,
+    shared_bytes: int | None = None,
 ) -> tuple[int, int]:
     """Return rows and context tokens of a tile: no more tokens than a block has, and than fit the shared memory.
 
-    `channels`: of a query and of a cached token. Their tiles and that of the probabilities are in shared memory.
+    It holds so many channels of each row and of each token, and the probabilities.
     """
     limit = MAX_TILE_FP32 if dtype == torch.float32 else MAX_TILE
     tokens = math.gcd(block_tokens, limit)
@@ -326,9 +332,20 @@ def tile_sizes(
     rows = max(MIN_TILE, min(limit, triton.next_power_of_2(rows)))
     if shared_bytes is not None:
         numbers = shared_bytes // dtype.itemsize
-        while tokens > MIN_TILE and (rows + tokens) * channels + rows * tokens > numbers:
+        while tokens > MIN_TILE and rows * row_channels + tokens * (context_channels + rows) > numbers:
             tokens //= 2
     return rows, tokens
+
+
+def tile_channels(gpu: DeviceCapabilities, channels: int, quantized: bool) -> tuple[int, int]:
+    """Return the channels of a row and of a context token that are in shared memory at a time, as Triton compiles it.
+
+    Hopper's asynchronous matmuls read two stages of the context; those of compute capability 10 nearly two copies of
+    each, unless it is widened from fp8 first.
+    """
+    major = (gpu.compute or (9, 0))[0]
+    copies = {9: 2, 10: 2 if quantized else 4}.get(major, 1)
+    return channels, copies * channels
 
 
 def multiprocessors(device: torch.device) -> int:
