@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from nightly_cases import by_turns
 from op_cases import randn
-from op_cases.moe import expert_weights, uneven_topk_ids
+from op_cases.moe import expert_weights, routed_tokens, uneven_topk_ids
 from seeded_tensors import relative_error
 from torch import Tensor
 
@@ -241,3 +241,11 @@ def test_tiles_of_a_gpu_with_less_shared_memory(shared_kib: int | None, columns:
     config = CONFIGS[128]
     fitted = config.fitted(128, 2, None if shared_kib is None else shared_kib << 10)
     assert fitted == config._replace(block_n=columns, num_stages=stages)
+
+
+def test_nvfp4_scales_on_a_gpu_without_fp8(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has no e4m3 there: the kernel takes the bits, and gives the same numbers."""
+    args, _ = routed_tokens(torch.Generator().manual_seed(0), device, 17, "nvfp4")
+    expected = fused_moe_triton(*args)
+    monkeypatch.setattr(fused_moe_fp4_triton, "capabilities", lambda _device: DeviceCapabilities(compute=(8, 0)))
+    assert torch.equal(fused_moe_triton(*args), expected)

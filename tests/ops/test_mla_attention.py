@@ -8,10 +8,11 @@ from torch import Tensor
 
 from llmb.errors import ConfigError
 from llmb.ops.attention.mla_attention import MlaCache, mla_attention, mla_prefill_attention, mla_rope_and_cache
+from llmb.ops.device_capabilities import DeviceCapabilities
 from llmb.ops.quant.activation_quant import E4M3
 
 pytest.importorskip("triton")
-from llmb.ops.attention.mla_attention_triton import num_mla_splits, tile_sizes
+from llmb.ops.attention.mla_attention_triton import num_mla_splits, tile_channels, tile_sizes
 
 RANK, ROPE, BLOCK, SCALE = 20, 8, 16, 0.3
 
@@ -88,6 +89,25 @@ def test_prefill_queries_see_all_earlier_tokens(count: int, length: int) -> None
 )
 def test_splits_fill_a_gpu_of_132_multiprocessors(programs: int, tiles: int, expected: int) -> None:
     assert num_mla_splits(programs, tiles, 132) == expected
+
+
+@pytest.mark.parametrize(
+    ("compute", "shared_kib", "quantized", "expected"),
+    [
+        ((9, 0), 227, False, (64, 64)),
+        ((9, 0), 227, True, (64, 64)),
+        ((10, 0), 227, False, (64, 32)),
+        ((10, 3), 227, True, (64, 64)),
+        ((8, 0), 163, False, (64, 64)),
+        ((8, 9), 99, True, (64, 16)),
+        ((12, 0), 99, False, (64, 16)),
+    ],
+)
+def test_a_tile_of_deepseek_fits_shared_memory(
+    compute: tuple[int, int], shared_kib: int, quantized: bool, expected: tuple[int, int]
+) -> None:
+    channels = tile_channels(DeviceCapabilities(compute=compute), 512 + 64, quantized)
+    assert tile_sizes(torch.bfloat16, 128, 64, *channels, shared_kib << 10) == expected
 
 
 def test_a_tile_is_within_a_block() -> None:

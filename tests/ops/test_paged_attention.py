@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from op_cases.attention import BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, SCALE, kv_cache, step
+from op_cases.attention import BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, MIXED, SCALE, kv_cache, paged, step
 from torch import Generator, Tensor
 
 from llmb.models.blocks import causal_attention
 from llmb.ops.attention.paged_attention import KvCache, paged_attention, rope_and_cache
+from llmb.ops.device_capabilities import DeviceCapabilities
 
 CPU = torch.device("cpu")
 
@@ -98,3 +99,29 @@ def test_decode_holds_two_tiles_of_small_caches_only(head_dim: int, dtype: torch
     decode_stages = pytest.importorskip("llmb.ops.attention.paged_attention_triton").decode_stages
     keys_BGLD = torch.empty(1, 1, 64, head_dim, dtype=dtype)
     assert decode_stages(KvCache(keys_BGLD, keys_BGLD.transpose(2, 3))) == stages
+
+
+@pytest.mark.parametrize(
+    ("compute", "shared_kib", "tiles"),
+    [
+        ((8, 0), 163, ((128, 3), (64, 2))),
+        ((8, 9), 99, ((128, 3), (64, 1))),
+        ((9, 0), 227, ((128, 3), (64, 2))),
+        ((12, 0), 99, ((128, 3), (64, 1))),
+    ],
+)
+def test_prefill_tiles_fit_shared_memory(
+    compute: tuple[int, int], shared_kib: int, tiles: tuple[tuple[int, int], ...]
+) -> None:
+    """Heads of 128 have the same tile everywhere, those of 256 one that fits."""
+    kernels = pytest.importorskip("llmb.ops.attention.paged_attention_triton")
+    gpu = DeviceCapabilities(compute=compute, shared_memory_bytes=shared_kib << 10)
+    assert tuple(kernels.prefill_tile(head_dim, 64, 2, gpu) for head_dim in (128, 256)) == tiles
+
+
+def test_small_prefill_tiles_compute_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles of a chunk, as GPUs with little shared memory have."""
+    kernels = pytest.importorskip("llmb.ops.attention.paged_attention_triton")
+    monkeypatch.setattr(kernels, "PREFILL_TILES", ((16, 1),))
+    args, _ = paged(Generator().manual_seed(0), device, MIXED, 2.0, window=9)
+    torch.testing.assert_close(paged_attention.triton(*args), paged_attention.reference(*args), rtol=0, atol=2e-5)

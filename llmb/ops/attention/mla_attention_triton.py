@@ -20,12 +20,12 @@ from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.mla_attention import MlaCache
 from llmb.ops.attention.online_softmax_triton import LOG2_E, split_weights
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
-from llmb.ops.device_capabilities import capabilities
+from llmb.ops.device_capabilities import DeviceCapabilities, capabilities
 from llmb.ops.quant.activation_quant import E4M3, E4M3_MAX
 
 # Rows, and tokens of the context, of a tile. With a rank of 512 the accumulators of 64 rows take half of a
-# multiprocessor's registers, and two tiles of latents with the queries all of its shared memory. Tensor cores take no
-# less than 16.
+# multiprocessor's registers, and two tiles of latents with the queries all of its shared memory; with less of it tiles
+# have fewer tokens. Tensor cores take no less than 16.
 MAX_TILE, MAX_TILE_FP32, MIN_TILE = 64, 16, 16
 PREFILL_TILE, PREFILL_TILE_FP32 = (128, 64), (32, 16)  # queries of one head, and keys
 WARPS = 8
@@ -260,7 +260,12 @@ def mla_attention_triton(
     if tokens == 0 or sequences == 0:
         return out_NHR
     rows_per_seq, total_rows = metadata.max_query_len * heads, tokens * heads
-    rows, context = tile_sizes(q_latent_NHR.dtype, rows_per_seq, cache.block_tokens)
+    rank_tile, rope_tile = (max(MIN_TILE, triton.next_power_of_2(n)) for n in (rank, rope))
+    gpu = capabilities(out_NHR.device)
+    row_channels, context_channels = tile_channels(gpu, rank_tile + rope_tile, cache.latents_BLR.dtype == E4M3)
+    rows, context = tile_sizes(
+        q_latent_NHR.dtype, rows_per_seq, cache.block_tokens, row_channels, context_channels, gpu.shared_memory_bytes
+    )
     tiles = triton.cdiv(rows_per_seq, rows)
     context_tiles = triton.cdiv(metadata.max_seq_len, context)
     splits = num_mla_splits(tiles * sequences, context_tiles, multiprocessors(out_NHR.device))
@@ -271,14 +276,14 @@ def mla_attention_triton(
     sizes = {
         "HEADS": heads,
         "RANK": rank,
-        "RANK_TILE": max(MIN_TILE, triton.next_power_of_2(rank)),
+        "RANK_TILE": rank_tile,
     }
     _mla_attention[tiles, splits, sequences](
         q_latent_NHR, q_rope_NHK, cache.latents_BLR, cache.keys_BLK,
         metadata.block_table_PM, metadata.cu_seqlens_P1, metadata.seq_lens_P, partial, lse,
         *q_latent_NHR.stride()[:2], *q_rope_NHK.stride()[:2], metadata.block_table_PM.stride(0), total_rows,
         scale * LOG2_E, cache.scale, **sizes,
-        ROPE=rope, ROPE_TILE=max(MIN_TILE, triton.next_power_of_2(rope)), BLOCK=cache.block_tokens,
+        ROPE=rope, ROPE_TILE=rope_tile, BLOCK=cache.block_tokens,
         ROWS=rows, TOKENS=context, SPLIT=splits > 1, num_warps=WARPS, num_stages=2, **pdl_options(tokens),
     )  # fmt: skip
     if splits > 1:
@@ -308,13 +313,39 @@ def mla_prefill_attention_triton(q_NHD: Tensor, kv_THW: Tensor, keys_TK: Tensor,
     return out_NHV
 
 
-def tile_sizes(dtype: torch.dtype, rows: int, block_tokens: int) -> tuple[int, int]:
-    """Return rows and context tokens of a tile: no more tokens than a block has."""
+def tile_sizes(
+    dtype: torch.dtype,
+    rows: int,
+    block_tokens: int,
+    row_channels: int = 0,
+    context_channels: int = 0,
+    shared_bytes: int | None = None,
+) -> tuple[int, int]:
+    """Return rows and context tokens of a tile: no more tokens than a block has, and than fit the shared memory.
+
+    It holds so many channels of each row and of each token, and the probabilities.
+    """
     limit = MAX_TILE_FP32 if dtype == torch.float32 else MAX_TILE
     tokens = math.gcd(block_tokens, limit)
     if tokens < MIN_TILE:
         raise ConfigError(f"block_tokens={block_tokens}: MLA on a GPU needs a multiple of {MIN_TILE}")
-    return max(MIN_TILE, min(limit, triton.next_power_of_2(rows))), tokens
+    rows = max(MIN_TILE, min(limit, triton.next_power_of_2(rows)))
+    if shared_bytes is not None:
+        numbers = shared_bytes // dtype.itemsize
+        while tokens > MIN_TILE and rows * row_channels + tokens * (context_channels + rows) > numbers:
+            tokens //= 2
+    return rows, tokens
+
+
+def tile_channels(gpu: DeviceCapabilities, channels: int, quantized: bool) -> tuple[int, int]:
+    """Return the channels of a row and of a context token that are in shared memory at a time, as Triton compiles it.
+
+    Hopper's asynchronous matmuls read two stages of the context; those of compute capability 10 nearly two copies of
+    each, unless it is widened from fp8 first.
+    """
+    major = (gpu.compute or (9, 0))[0]
+    copies = {9: 2, 10: 2 if quantized else 4}.get(major, 1)
+    return channels, copies * channels
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -35,14 +35,14 @@ from llmb.ops.attention.online_softmax_triton import (
 from llmb.ops.attention.paged_attention import KvCache
 from llmb.ops.attention.segment_attention import Segment, causal_forward
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
-from llmb.ops.device_capabilities import scaled_to_sms
+from llmb.ops.device_capabilities import DeviceCapabilities, capabilities, scaled_to_sms
 
 MAX_PROGRAMS = 2112  # 16 for each of an H200's multiprocessors
 MIN_SPLIT_TOKENS = 128  # tokens of a sequence that a program should have at least
 MAX_SPLITS = 64
 TWO_TILES = 16 * 1024  # most bytes of a block's keys and values of which two are held: more leave an SM few programs
 LONG_CHUNK = 512  # tokens from which torch's attention is faster
-QUERY_TILE = 128  # query tokens of a program
+PREFILL_TILES = ((128, 3), (64, 2), (64, 1))  # query tokens of a program, and stages of its loop over their keys
 
 # Metadata tensors are slices of arbitrary alignment, which must not cause a recompilation.
 UNALIGNED = ["block_table_ptr", "seq_lens_ptr", "cu_seqlens_ptr"]
@@ -182,6 +182,7 @@ def _paged_prefill(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     tile, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2) + first_seq
     start = tl.load(cu_seqlens_ptr + seq)
@@ -205,7 +206,7 @@ def _paged_prefill(
     if HAS_WINDOW:
         first_cached = tl.maximum(context + tile * TILE - window + 1, 0) // L
         first_own = tl.maximum(tile * TILE - window + 1, 0) // L
-    for cache_tile in tl.range(first_cached, tl.cdiv(context, L), num_stages=2):
+    for cache_tile in tl.range(first_cached, tl.cdiv(context, L), num_stages=min(STAGES, 2)):
         block = tl.load(block_table_ptr + seq.to(tl.int64) * block_table_stride + cache_tile).to(tl.int64)
         offset = (block * G + kv_head) * L * D
         k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :])
@@ -216,7 +217,7 @@ def _paged_prefill(
         row_max, row_sum, acc = attend_tile(
             row_max, row_sum, acc, q16, k, v, visible, scale * key_scale, value_scale, softcap, COMPUTE, HAS_SOFTCAP
         )
-    for chunk_tile in tl.range(first_own, tl.cdiv(tl.minimum(count, (tile + 1) * TILE), L), num_stages=3):
+    for chunk_tile in tl.range(first_own, tl.cdiv(tl.minimum(count, (tile + 1) * TILE), L), num_stages=STAGES):
         key = chunk_tile * L + t
         offset = (start + key).to(tl.int64) * stride + kv_head * D
         k = tl.load(k_ptr + offset[:, None] + d[None, :], mask=(key < count)[:, None], other=0.0)
@@ -334,16 +335,33 @@ def _prefill(
         start = end
     if longest:
         group = q_NHD.shape[1] // cache.kv_heads
-        _paged_prefill[(triton.cdiv(longest, QUERY_TILE), q_NHD.shape[1], chunks)](
+        gpu = capabilities(q_NHD.device)
+        tile, stages = prefill_tile(cache.head_dim, cache.block_tokens, q_NHD.element_size(), gpu)
+        _paged_prefill[(triton.cdiv(longest, tile), q_NHD.shape[1], chunks)](
             q_NHD, k_NGD, v_NGD, cache.keys_BGLD, cache.values_BGDL, sinks_H, out_NHD,
             metadata.block_table_PM, metadata.seq_lens_P, metadata.cu_seqlens_P1,
             scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0, window or 0,
             q_NHD.stride(0), metadata.block_table_PM.stride(0), metadata.num_decodes, skip_from,
-            GROUP=group, G=cache.kv_heads, D=cache.head_dim, L=cache.block_tokens, TILE=QUERY_TILE,
+            GROUP=group, G=cache.kv_heads, D=cache.head_dim, L=cache.block_tokens, TILE=tile,
             COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
-            HAS_SINKS=sinks_H is not None,
+            HAS_SINKS=sinks_H is not None, STAGES=stages,
             num_warps=8,
         )  # fmt: skip
+
+
+def prefill_tile(head_dim: int, block_tokens: int, itemsize: int, gpu: DeviceCapabilities) -> tuple[int, int]:
+    """Return query tokens of a program and stages of its keys and values: the largest that fit the shared memory."""
+    for tokens, stages in PREFILL_TILES:
+        # Asynchronous matmuls (Hopper, Blackwell with tensor memory) read a stage more from shared memory. Others hold
+        # keys and values in turn without a pipeline, and probabilities of wide heads for another layout.
+        if (9, 0) <= (gpu.compute or (9, 0)) < (12, 0):
+            tiles, probabilities = 2 * stages, 0
+        else:
+            tiles, probabilities = max(1, 2 * (stages - 1)), tokens * block_tokens if head_dim > 128 else 0
+        tile_bytes = ((tokens + tiles * block_tokens) * head_dim + probabilities) * itemsize
+        if gpu.shared_memory_bytes is None or tile_bytes <= gpu.shared_memory_bytes:
+            return tokens, stages
+    return PREFILL_TILES[-1]
 
 
 def _side_by_side(q_NHD: Tensor, cache: KvCache) -> Tensor:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.dispatch import INTERPRETED
 from llmb.ops.moe.align_triton import AlignedBlocks, MoEGemmConfig, grouped_pids
 from llmb.ops.moe.expert_weights import FP4_GROUPS, ExpertWeights
@@ -104,6 +105,11 @@ def _scales(scale, ROWS: tl.constexpr, GROUPS: tl.constexpr, IS_MXFP4: tl.conste
         exponent = tl.minimum(scale.to(tl.int32) + MX_EARLY_EXPONENT, 255)
         power = (exponent << 23).to(tl.float32, bitcast=True)
         return power, power
+    elif (
+        scale.dtype == tl.uint8
+    ):  # e4m3 without its sign: shifted to the exponent of fp16, it is a number 256 times less
+        number = (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+        return tl.split(tl.reshape(number * (EARLY_FACTOR * 256), (ROWS, GROUPS, 2)))
     else:
         return tl.split(tl.reshape(scale.to(tl.float32) * EARLY_FACTOR, (ROWS, GROUPS, 2)))
 
@@ -208,8 +214,11 @@ def fp4_gemm(
     outputs, inputs = weight.values.shape[1], weight.inputs
     out_MO = torch.empty(pairs, outputs, dtype=dtype, device=x.device)
     config, num_blocks = CONFIGS[blocks.block_size], len(blocks.expert_ids_T)
+    gpu, scales = capabilities(x.device), weight.scales
+    if scales is not None and gpu.compute is not None and not gpu.supports("fp8_gemm"):  # Triton has no e4m3 there
+        scales = scales.view(torch.uint8)
     _moe_gemm_fp4_kernel[num_blocks * triton.cdiv(outputs, config.block_n),](
-        x.contiguous(), weight.values.view(torch.int32), weight.scales, weight.scales_2, weight.bias, out_MO,
+        x.contiguous(), weight.values.view(torch.int32), scales, weight.scales_2, weight.bias, out_MO,
         topk_weights, blocks.sorted_token_ids_P, blocks.expert_ids_T, pairs, num_blocks, outputs, inputs,
         TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, EVEN_K=inputs % config.block_k == 0,
         GROUP=FP4_GROUPS[weight.format], IS_MXFP4=weight.format == "mxfp4", HAS_BIAS=weight.bias is not None,

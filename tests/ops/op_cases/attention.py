@@ -281,7 +281,7 @@ DEEPSEEK_STEPS: dict[str, tuple[list[tuple[int, int]], int | None]] = {
 )
 def deepseek_absorbed(g: Generator, d: device, name: str, heads: int, kv_dtype: dtype) -> Arguments:
     metadata = mla_metadata(g, d, *DEEPSEEK_STEPS[name], block_tokens=64)
-    blocks, tokens = metadata.block_table_PM.numel(), int(metadata.cu_seqlens_P1[-1])
+    blocks, tokens = metadata.block_table_PM.numel(), sum(count for count, _ in DEEPSEEK_STEPS[name][0])
     cache = MlaCache(randn(g, d, blocks, 64, 512, dtype=kv_dtype), randn(g, d, blocks, 64, 64, dtype=bfloat16))
     q_latent = randn(g, d, heads, tokens, 512, dtype=bfloat16).transpose(0, 1)  # strided as in the mixer
     return (q_latent, randn(g, d, tokens, heads, 192, dtype=bfloat16)[..., 128:], cache, metadata, 192**-0.5), {}
