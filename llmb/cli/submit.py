@@ -199,13 +199,15 @@ def run_repeatedly(
     quiet: bool = False,
 ) -> tuple[list[int], bool]:  # fmt: skip
     """Repeat a run and print intervals of its figures; return exit codes and whether it was interrupted."""
+    from llmb.config.load_settings import repeat_of
     from llmb.report import repeat_table
 
     codes: list[int] = []
     results: list[Any] = []
     interrupted = False
     while len(codes) < repeats and not interrupted:
-        code, interrupted, result = run_one(config, environment, as_json, location, report=report, quiet=quiet)
+        repeat = repeat_of(config, len(codes))
+        code, interrupted, result = run_one(repeat, environment, as_json, location, report=report, quiet=quiet)
         codes.append(code)
         results.append(result)
     table = repeat_table.repeats(results)

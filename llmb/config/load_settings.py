@@ -292,6 +292,14 @@ def load_settings_of(config: RunConfig | None) -> LoadSettings | None:
     )
 
 
+def repeat_of(config: RunConfig, number: int) -> RunConfig:
+    """Return the configuration of a repeat, from 0 on: on a server each has prompts that no cache has seen."""
+    if number == 0 or load_settings_of(config) is None:
+        return config
+    work: Any = config.workload
+    return replace(config, workload=replace(work, seed=work.seed + number))
+
+
 def row_requests(config: RunConfig, work: Inference, base_url: str, model: str) -> LoadSettings:
     """Return the requests of a recipe row, as token ids, for a server; when they are sent is left open."""
     return LoadSettings(

@@ -63,6 +63,9 @@ def test_repeats_have_intervals(llmb_run, server):
     code, out, err = llmb_run("load", "--base-url", server, *SMALL, "-c", "4", "-n", "12", "-r", "2")
     assert code == 0, err
     assert "over 2 of 2 runs" in out
+    code, out, err = llmb_run("compare", "L1,L2", "L2,L1", "--json")  # another seed makes no other configuration
+    assert code == 0, err
+    assert list(json.loads(out)["differing"]) == ["workload.seed"]  # a prefix cache has seen neither's prompts
 
 
 def test_submit_sends_the_requests_of_a_recipe(llmb_run, server, tmp_path):
