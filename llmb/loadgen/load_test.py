@@ -24,6 +24,7 @@ from llmb.config.spec import Status
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import ClientFacts, Event, RequestDone, RunEnded, RunStarted, ServingFacts, ServingSample
 from llmb.loadgen.calibration import Calibration, calibrate, choose_processes
+from llmb.loadgen.client.request_body import ROUTES
 from llmb.loadgen.event_loop import loop_name
 from llmb.loadgen.load_worker import Record
 from llmb.loadgen.readiness import PrefixCounters, prefix_counters, server_version, wait_ready
@@ -69,7 +70,7 @@ def run_load(settings: LoadSettings, on_event: OnEvent, on_text: Callable[[str],
     api_key = api_key_of(settings)
     RequestSource(settings)  # refuses unreadable files
     on_event(_started(settings.base_url, api_key))
-    wait_ready(settings.base_url, settings.model, api_key, settings.ready_timeout_s)
+    wait_ready(settings.base_url, settings.model, api_key, settings.ready_timeout_s, ROUTES[settings.endpoint])
     calibration = calibrate(settings) if settings.calibrate else None
     if calibration is not None:
         on_text(calibration.text())

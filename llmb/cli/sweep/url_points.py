@@ -56,11 +56,13 @@ class UrlPoints:
 
     def _check_alive(self, reason: str | None) -> None:
         """Raise if the server is gone: the point is then unfinished, not failed."""
+        from llmb.loadgen.client.request_body import ROUTES
         from llmb.loadgen.load_test import api_key_of
         from llmb.loadgen.readiness import wait_ready
 
+        settings = self._settings
         try:
-            wait_ready(self._settings.base_url, self._settings.model, api_key_of(self._settings), 5.0)
+            wait_ready(settings.base_url, settings.model, api_key_of(settings), 5.0, ROUTES[settings.endpoint])
         except LaunchError as error:
             raise LaunchError(f"the server is gone: {error}; {reason}") from error
 
