@@ -52,12 +52,17 @@ class LoadOutcome:
 
 
 def api_key_of(settings: LoadSettings) -> str | None:
-    """Return the key from the environment; raise if its variable is not set."""
-    if settings.api_key_env is None:
-        return None
-    key = os.environ.get(settings.api_key_env)
+    """Return the key from the environment, without white space around it; raise if its variable holds none."""
+    return None if settings.api_key_env is None else read_api_key(settings.api_key_env)
+
+
+def read_api_key(variable: str) -> str:
+    """Return the API key in an environment variable; no message holds it, whatever is wrong with it."""
+    key = os.environ.get(variable, "").strip()  # keys in files end in a line end
     if not key:
-        raise ConfigError(f"the environment variable {settings.api_key_env} is not set; it should hold the API key")
+        raise ConfigError(f"the environment variable {variable} is not set; it should hold the API key")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"the environment variable {variable} holds no API key: expected one line of ASCII")
     return key
 
 

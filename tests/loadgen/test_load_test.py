@@ -1,6 +1,7 @@
 """Whole loads on the no-op server, from settings to a Result."""
 
 import asyncio
+import os
 import time
 from dataclasses import replace
 from time import perf_counter
@@ -11,7 +12,7 @@ from llmb.config.load_settings import LoadSettings, SloLimits, load_config
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import ClientFacts, RequestDone, RunEnded, ServingFacts
 from llmb.loadgen.calibration import Calibration, NoopServerProcess, choose_processes
-from llmb.loadgen.load_test import run_load
+from llmb.loadgen.load_test import api_key_of, run_load
 from llmb.loadgen.load_worker import LoadWorker
 from llmb.loadgen.request_source import RequestSource
 from llmb.results.derive import derive
@@ -69,6 +70,15 @@ def test_two_processes_share_one_clock_and_all_requests(server):
     assert result.mean_concurrency <= 6.01
     assert min(r.scheduled for r in requests) >= 0
     assert next(e for e in events if isinstance(e, ClientFacts)).processes == 2
+
+
+@pytest.mark.parametrize("key", ["secret\nX-Other: 1", "secret\x00", "\u4e2d"])
+def test_a_key_that_no_header_takes_is_refused_without_printing_it(monkeypatch, key):
+    monkeypatch.setattr(os, "environ", {"KEY": key, "FROM_A_FILE": "secret\r\n"})
+    with pytest.raises(ConfigError) as caught:
+        api_key_of(settings("http://h", api_key_env="KEY"))
+    assert "secret" not in str(caught.value)
+    assert api_key_of(settings("http://h", api_key_env="FROM_A_FILE")) == "secret"
 
 
 def test_a_rate_keeps_its_times_and_a_cap_shows_the_waiting(server):

@@ -117,12 +117,13 @@ def goodput_limits(tiers: dict[str, str]) -> SloLimits | None:
 def _only_model(url: str, api_key_env: str | None) -> str:
     """Return the name of the model that the server lists, if it lists one."""
     import http.client
-    import os
 
+    from llmb.loadgen.load_test import read_api_key
     from llmb.loadgen.readiness import get
 
+    api_key = read_api_key(api_key_env) if api_key_env is not None else None
     try:
-        status, body = get(url, "/v1/models", os.environ.get(api_key_env) if api_key_env else None)
+        status, body = get(url, "/v1/models", api_key)
         names = [entry["id"] for entry in json.loads(body)["data"]] if status == 200 else []
     except (OSError, http.client.HTTPException) as error:
         raise LaunchError(f"no server responds at {url}: {getattr(error, 'strerror', None) or error}") from error
