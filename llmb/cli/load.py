@@ -87,7 +87,12 @@ def _add_measurement_options(add: Any) -> None:
     add("-r", "--repeats", type=int, default=1, metavar="K", help="run the load K times")
     add("--processes", type=int, metavar="N", help="of the client; default: as many as the load needs")
     add("--no-calibrate", action="store_true", help="do not measure the client on a no-op server first")
-    add("--timeout", type=int, metavar="S", help="stop the run after this time")
+    add(
+        "--timeout",
+        type=int,
+        metavar="S",
+        help="stop the run after this time; default: 1800, or more for longer arrivals",
+    )
     add("--no-report", action="store_true", help="write no report.html when the load ends")
     add("--dry-run", action="store_true", help="check everything and print the configuration, send nothing")
     add("-q", "--quiet", action="store_true", help="no progress and no tables: a line for each run, its outcome")
@@ -106,14 +111,13 @@ def run(options: argparse.Namespace) -> int:
     settings = load_settings(options)
     check_load(settings)
     api_key_of(settings)  # refuses a variable that is not set
-    RequestSource(settings)  # refuses unreadable files
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats {options.repeats}: expected 1 or more")
-    if options.gpus is not None and options.gpus < 1:
-        raise ConfigError(f"--gpus {options.gpus}: expected 1 or more")
+    source = RequestSource(settings)  # refuses unreadable files
+    for name in ("repeats", "gpus", "timeout"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: expected 1 or more")
     if settings.gpu_cost_per_hour is not None and options.gpus is None:
         raise ConfigError("--gpu-cost-per-hour needs --gpus: how many GPUs are behind the server?")
-    limit = options.timeout or int(max(TIME_LIMIT_S, 2 * (settings.duration_s or 0) + settings.timeout_s))
+    limit = options.timeout or int(max(TIME_LIMIT_S, 2 * source.planned_s + settings.timeout_s))
     config = load_config(settings, options.gpus, options.gpu_type, options.dtype, limit)
     if options.dry_run:
         print(to_json(config, indent=None if options.json else 2))

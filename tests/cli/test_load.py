@@ -43,6 +43,11 @@ def test_a_load_is_a_run_like_any_other(llmb_run, server, tmp_path):
     assert "None" not in out
     assert llmb_run("jobs", "show", "L1")[0] == 0
     assert llmb_run("compare", "L1", "L1")[0] == 0
+    code, out, err = llmb_run("explain", "L1")  # the model behind a server has but a name
+    command = out.partition("describe it: llmb-run ")[2].split("\n")[0].split()
+    assert command[:7] == ["explain", "--model", "MODEL", "--gpu-type", "GPU", "--dtype", "DTYPE"]
+    described = ["explain", "--model", "llama3.1-8b", "--gpu-type", "h200", "--dtype", "bf16", *command[7:]]
+    assert "IMPOSSIBLE as described" in llmb_run(*described)[1]
     code, out, err = llmb_run("jobs", "rebuild")
     assert code == 0, err
     assert llmb_run("jobs", "show", "L1")[0] == 0
@@ -66,6 +71,12 @@ def test_repeats_have_intervals(llmb_run, server):
     code, out, err = llmb_run("compare", "L1,L2", "L2,L1", "--json")  # another seed makes no other configuration
     assert code == 0, err
     assert list(json.loads(out)["differing"]) == ["workload.seed"]  # a prefix cache has seen neither's prompts
+
+
+def test_the_time_limit_follows_the_arrivals(llmb_run):
+    rate = ["--rate", "2", "-n", "7200", "--dry-run", "--json"]
+    code, out, _ = llmb_run("load", "--base-url", "http://h", *SMALL, *rate)
+    assert (code, json.loads(out)["limits"]["time_limit_s"]) == (0, 2 * 3600 + 600)
 
 
 def test_submit_sends_the_requests_of_a_recipe(llmb_run, server, tmp_path):
@@ -106,6 +117,8 @@ def test_submit_sends_the_requests_of_a_recipe(llmb_run, server, tmp_path):
         (["--base-url", "http://h", "-n", "1", "--trace", "x", "--rate", "1"], "--trace has times of its own"),
         (["--base-url", "http://h", "-n", "1", "--lengths", "normal", "--isl-spread", "2000"], "must be less than isl"),
         (["--base-url", "http://h", "-n", "1", "--think", "1"], "think_s has no effect on one turn"),
+        (["--base-url", "http://h", "-n", "1", "--timeout", "0"], "--timeout 0: expected 1 or more"),
+        (["--base-url", "http://h", "-n", "1", "--repeats", "0"], "--repeats 0: expected 1 or more"),
     ],
 )
 def test_wrong_requests_are_refused_in_one_line(llmb_run, tmp_path, options, message):

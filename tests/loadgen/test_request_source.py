@@ -42,6 +42,19 @@ def test_warm_up_prompts_are_others():
     assert not {source.warmup(n).turns[0].prompt for n in range(20)} & {r.prompt for r in prompts(source, 20)}
 
 
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({}, 0.0),
+        ({"duration_s": 90.0}, 90.0),
+        ({"arrivals": "poisson", "rate": 2.0, "num_requests": 7200}, 3600.0),
+        ({"arrivals": "constant", "rate": 2.0, "num_requests": 7200, "duration_s": 60.0}, 60.0),
+    ],
+)
+def test_the_time_of_the_arrivals_is_known_beforehand(changes, seconds):
+    assert RequestSource(load(**changes)).planned_s == seconds
+
+
 def test_token_ids_are_in_the_vocabulary_and_differ():
     requests = prompts(RequestSource(load(prompt_format="ids", vocab_size=50)), 200)
     assert all(3 <= token < 50 for r in requests for token in r.prompt)
@@ -98,6 +111,7 @@ def test_mooncake_traces_share_blocks(tmp_path):
     source = RequestSource(load(trace=str(path), arrivals="trace", concurrency=None, num_requests=None))
     first, second, third = (source.session(n).turns[0].prompt.split() for n in range(3))
     assert source.count == 3
+    assert source.planned_s == 3.0  # of the trace as it is; the load has no speed-up
     assert (len(first), len(second), len(third)) == (600, 1100, 400)
     assert second[:512] == first[:512]
     assert third[:50] != first[:50]
