@@ -81,6 +81,11 @@ def test_a_key_that_no_header_takes_is_refused_without_printing_it(monkeypatch, 
     assert api_key_of(settings("http://h", api_key_env="FROM_A_FILE")) == "secret"
 
 
+def test_a_client_is_never_busier_than_its_core(server):
+    _, _, result, _ = run(settings(server, model="fault:500", num_requests=1, concurrency=1))
+    assert result.client["cpu_fraction"] < 1.2  # of a ms; its head start is no part of it
+
+
 def test_a_rate_keeps_its_times_and_a_cap_shows_the_waiting(server):
     load = settings(server, arrivals="constant", rate=200.0, concurrency=None, num_requests=30)
     _, requests, _, _ = run(load)
