@@ -76,6 +76,9 @@ def serving_fault(events: Sequence[Event], config: RunConfig | None) -> tuple[St
     if measured and not completed:
         return "failed", f"no request succeeded; the first ended with: {measured[0].error}"
     elsewhere = load_settings_of(config) is not None  # a server of others need not obey: its lengths are a warning
+    if elsewhere and (refused := _refused_at_the_end(measured)):
+        done = f"{len(measured) - refused} of {len(measured)} requests"
+        return "incomplete", f"the server was gone after {done}: {measured[-1].error}"
     wrong = _wrong_length(completed) if work.ignore_eos and not elsewhere else []
     if wrong:
         first = wrong[0]
@@ -85,6 +88,15 @@ def serving_fault(events: Sequence[Event], config: RunConfig | None) -> tuple[St
     if expected is not None and len(measured) < expected and not getattr(work, "duration_s", None):
         return "incomplete", f"{len(measured)} of {expected} requests are recorded"
     return None
+
+
+def _refused_at_the_end(measured: Sequence[RequestDone]) -> int:
+    """Count the requests since the last success, where the last two found nobody to connect to."""
+    count = 0
+    while count < len(measured) and measured[-1 - count].error is not None:
+        count += 1
+    refused = [(measured[-1 - number].error or "").startswith("connect") for number in range(min(2, count))]
+    return count if refused == [True, True] else 0
 
 
 def summary_fields(summary: ServingSummary) -> dict:

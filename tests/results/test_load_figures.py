@@ -54,6 +54,17 @@ def test_goodput_counts_from_the_scheduled_time_and_failed_requests_as_bad():
     assert strict.slo_fraction == 0.0  # 250 ms from the send time would have held
 
 
+def test_a_server_that_went_away_leaves_an_incomplete_run():
+    refused = [replace(r, error="connect: Connection refused") for r in FOUR[2:]]
+    result = derive(load_config(LOAD), [*FOUR[:2], *refused, OK])
+    assert result.status == "incomplete"
+    assert result.reason == "the server was gone after 2 of 4 requests: connect: Connection refused"
+    back = derive(load_config(LOAD), [FOUR[0], *refused, FOUR[1], OK])
+    assert (back.status, back.errors) == ("ok", {"connect": 2})
+    busy = [replace(r, error="http 429: slow down") for r in FOUR[2:]]
+    assert derive(load_config(LOAD), [*FOUR[:2], *busy, OK]).status == "ok"
+
+
 def test_a_limit_on_gaps_looks_at_the_largest():
     gap = replace(FOUR[0], token_times=(0.75, 0.8, 0.95))
     assert load_metrics.holds(gap, SloLimits(itl_ms=151.0))
