@@ -33,6 +33,8 @@ def load_cautions(
     yield from _about_cache(completed, fields)
     if fields.get("tokens_counted_by") == "chunks":
         yield "NO_USAGE", "the server reports no usage: chunks are counted as tokens; give --tokenizer to count them"
+    if fields.get("tokens_counted_by") and fields.get("output_tokens") is None:
+        yield "NO_USAGE", "the server reports no usage: output tokens are unknown; give --tokenizer to count them"
     if wrong := fields.get("token_counts_wrong"):
         yield (
             "TOKEN_COUNTS_DIFFER",

@@ -21,6 +21,10 @@ from llmb.results.speculation_figures import speculation_fields
 
 RATES = ("duration_s", "request_throughput", "output_tokens_per_s", "total_tokens_per_s", "mean_concurrency")
 STREAMED = ("ttft_ms", "tpot_ms", "itl_ms", "output_speed_tokens_per_s", "output_speed_summary_tokens_per_s")
+COUNTED = (
+    "output_tokens", "output_tokens_per_s", "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user",
+    "total_tokens_per_s", "steady_output_tokens_per_s", "steady_window_s", "lengths_wrong",
+)  # fmt: skip
 COUNTS = ("requests", "requests_failed", "input_tokens", "output_tokens")
 
 
@@ -58,6 +62,8 @@ def serving_fields(events: Sequence[Event], config: RunConfig | None) -> dict:
     work = serving_work(config)
     if work is not None and not work.streaming:
         fields |= dict.fromkeys(STREAMED)
+    if any(r.counted_by == "nobody" for r in completed):
+        fields |= dict.fromkeys(COUNTED)
     return fields | load_fields(events, config, measured, latencies, fields)
 
 

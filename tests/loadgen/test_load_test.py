@@ -86,6 +86,16 @@ def test_a_client_is_never_busier_than_its_core(server):
     assert result.client["cpu_fraction"] < 1.2  # of a ms; its head start is no part of it
 
 
+def test_whole_responses_without_usage_have_unknown_tokens(server):
+    _, requests, result, _ = run(settings(server, model="fault:no-usage", streaming=False, slo=SloLimits(e2e_ms=1e6)))
+    assert {r.counted_by for r in requests} == {"nobody"}
+    assert (result.status, result.requests, result.goodput_requests_per_s) == ("ok", 24, result.request_throughput)
+    assert result.output_tokens is result.output_tokens_per_s is result.total_tokens_per_s is None
+    assert result.lengths_wrong is result.goodput_tokens_per_s is result.output_tokens_per_s_per_user is None
+    assert "NO_USAGE" in {warning.code for warning in result.warnings}
+    assert result.e2e_ms["p50"] > 0
+
+
 def test_a_rate_keeps_its_times_and_a_cap_shows_the_waiting(server):
     load = settings(server, arrivals="constant", rate=200.0, concurrency=None, num_requests=30)
     _, requests, _, _ = run(load)
