@@ -67,6 +67,8 @@ def add_request_options(add: Any) -> None:
     add("--vocab-size", type=int, metavar="N", help="of token ids, without a tokenizer")
     add("--use-eos", action="store_true", help="outputs may end before --osl; default: ask the server to ignore EOS")
     add("--temperature", type=float, default=0.0, metavar="T", help="of sampling; default: 0, greedy")
+    add("--max-completion-tokens", action="store_true", help="send --osl under this name instead of max_tokens")
+    add("--extra-body", metavar="JSON", help="further fields of every request; null leaves one out: '{\"min_p\": 0.1}'")
     add("--seed", type=int, default=1234, metavar="N", help="of prompts, lengths and arrival times")
 
 
@@ -176,6 +178,8 @@ def load_settings(options: argparse.Namespace) -> Any:
         warmup_requests=options.warmup,
         ignore_eos=not options.use_eos,
         temperature=options.temperature,
+        max_completion_tokens=options.max_completion_tokens,
+        extra_body=options.extra_body,
         seed=options.seed,
         slo=parse_slo(options.slo) if options.slo is not None else None,
         gpu_cost_per_hour=options.gpu_cost_per_hour,

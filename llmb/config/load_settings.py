@@ -6,6 +6,7 @@ They are the workload of a run of the engine `openai`, whose configuration is a 
 not start, neither the GPUs nor the number formats are known unless the user names them.
 """
 
+import json
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -20,6 +21,7 @@ ArrivalKind = Literal["all_at_once", "concurrency", "constant", "poisson", "gamm
 ARRIVALS: tuple[str, ...] = get_args(ArrivalKind)
 UNIT_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0, "": 1.0}
 SLO_EXAMPLE = "write ttft=500ms,tpot=50ms or e2e=10s"
+DECIDED_FIELDS = ("model", "prompt", "messages", "stream", "max_tokens", "max_completion_tokens", "n")  # of a request
 LONGEST = 10_000_000  # tokens of a request, requests of a load: beyond that a number is a mistake
 
 
@@ -73,6 +75,8 @@ class LoadSettings:
 
     ignore_eos: bool = True  # ask the server to produce all output tokens
     temperature: float = 0.0
+    max_completion_tokens: bool = False  # the name of the output length, in place of max_tokens
+    extra_body: str | None = None  # JSON object: further fields of every request; null removes one
     seed: int = 1234
     slo: SloLimits | None = None
     gpu_cost_per_hour: float | None = None  # of one GPU, in any currency
@@ -143,8 +147,24 @@ def check_load(settings: LoadSettings) -> None:
     if (url := check_url(settings.base_url)) != settings.base_url:
         raise ConfigError(f"base_url: write it as {url}, without a password or /v1")
     _check_numbers(settings)
+    extra_fields(settings.extra_body)
     _check_source(settings)
     _check_arrivals(settings)
+
+
+def extra_fields(text: str | None) -> dict[str, Any]:
+    """Return the further fields of every request; raise on those that the load itself decides."""
+    try:
+        fields = json.loads(text) if text is not None else {}
+    except ValueError as error:
+        raise ConfigError(f"extra_body {text!r}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"""extra_body {text!r}: expected a JSON object such as {{"min_p": 0.1, "ignore_eos": null}}"""
+        )
+    if decided := [name for name in fields if name in DECIDED_FIELDS]:
+        raise ConfigError(f"extra_body: the load itself sets {decided[0]}; leave it out")
+    return fields
 
 
 def _check_numbers(settings: LoadSettings) -> None:

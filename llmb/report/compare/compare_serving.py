@@ -73,6 +73,7 @@ def _shape(work: Load) -> list[str]:
     words = [] if work.ignore_eos else ["until EOS"]
     if isinstance(work, LoadSettings):
         words += ["as chats"] if work.endpoint == "chat" else []
+        words += [f"with {work.extra_body}"] if work.extra_body else []
         words += [f"in {work.turns} turns"] if work.turns > 1 else []
         if work.prefix_fraction:
             words.append(f"{100 * work.prefix_fraction:g} % of them shared by {work.prefix_groups} groups")
