@@ -273,7 +273,8 @@ def run_one(
     if as_json:
         print(to_json(result))
     elif quiet:
-        print(f"{jobs[0]} {result.status}: {run_dir.short_path}", flush=True)
+        reason = "" if result.status == "ok" or not result.reason else f" ({result.reason})"
+        print(f"{jobs[0]} {result.status}{reason}: {run_dir.short_path}", flush=True)
     refused = outcome.exit_code == 1 and config.engine == "native"  # the engine refused the configuration
     code = 0 if result.status == "ok" else 1 if refused else 2
     return code, outcome.interrupted is not None, result

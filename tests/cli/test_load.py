@@ -134,6 +134,12 @@ def test_a_server_that_is_not_there_is_a_failed_run(llmb_run):
     code, out, _ = llmb_run("load", "--base-url", "http://127.0.0.1:1", *SMALL, "-n", "2", "--ready-timeout", "0.1")
     assert code == 2
     assert "no server is ready at http://127.0.0.1:1" in out
+    wait = ["-n", "2", "--ready-timeout", "0.1", "-q"]
+    code, out, _ = llmb_run("load", "--base-url", "http://127.0.0.1:1", *SMALL, *wait)
+    assert code == 2
+    assert out.startswith("L2 failed (")
+    assert "no server is ready at http://127.0.0.1:1 after 0.1 s" in out
+    assert len(out.splitlines()) == 1
 
 
 def test_dry_run_prints_the_configuration(llmb_run, monkeypatch):
