@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
         if exchange.sse is None:
             reader.whole(b"".join(exchange.body), now)
         else:
-            rest = exchange.sse.rest
+            rest = exchange.sse.rest if reader.first_token is None else b""
             if events := exchange.sse.end():
                 reader.events(events, now)
             if not reader.done and reader.finish is None and reader.error is None:

@@ -19,7 +19,7 @@ from llmb.loadgen.client.sse import split_events
 TEXT_MARKS = tuple(f'"{key}":{space}"'.encode() for key in ("text", "content") for space in ("", " "))
 RARE_MARKS = (b'"usage":{', b'"usage": {', b'"finish_reason":"', b'"finish_reason": "', b'"error"')
 NO_TEXT = (b'"', b"")  # what follows the mark of an empty text
-REASONING_FIELDS = ("reasoning_content", "reasoning")  # some servers send one text under both names
+BARE_ERROR = "message"  # of older servers and gateways: an error without the key `error`
 FAILED_FINISHES = ("abort", "error", "cancelled")  # reasons of servers that give an output up
 MAX_ERROR_CHARS = 200
 LARGE_BLOCK = 2048  # bytes, from which counting pays
@@ -103,7 +103,7 @@ class ResponseReader:
             return
         if not isinstance(chunk, dict):
             return
-        if chunk.get("error") or _is_bare_error(chunk):
+        if chunk.get("error") or ("choices" not in chunk and isinstance(chunk.get(BARE_ERROR), str)):
             self.error = f"stream error: {error_text(chunk)}"
             return
         self._read_usage(chunk)
@@ -123,7 +123,7 @@ class ResponseReader:
         """Read a response that was not streamed."""
         try:
             response = json.loads(body)
-            if response.get("error") or _is_bare_error(response):
+            if response.get("error") or ("choices" not in response and isinstance(response.get(BARE_ERROR), str)):
                 self.error = f"error response: {error_text(response)}"
                 return
             self._read_usage(response)
@@ -169,11 +169,6 @@ def error_text(body: Any) -> str:
     return _short(str(message))
 
 
-def _is_bare_error(body: Any) -> bool:
-    """Return whether an object is an error without the key `error`, as older servers and gateways send it."""
-    return isinstance(body, dict) and "choices" not in body and isinstance(body.get("message"), str)
-
-
 def _is_rare(data: bytes) -> bool:
     usage, spaced_usage, finish, spaced_finish, error = RARE_MARKS
     return usage in data or finish in data or error in data or spaced_usage in data or spaced_finish in data
@@ -196,10 +191,12 @@ def _text_of(choice: dict[str, Any], part: str = "delta") -> str:
     if not isinstance(delta, dict):
         text = choice.get("text")
         return text if isinstance(text, str) else ""
-    reasoning = next((delta[key] for key in REASONING_FIELDS if isinstance(delta.get(key), str) and delta[key]), "")
     content = delta.get("content")
-    if text := reasoning + (content if isinstance(content, str) else ""):
-        return text
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning")  # some servers send one text as both
+    if isinstance(reasoning, str) and reasoning:
+        return reasoning + (content if isinstance(content, str) else "")
+    if isinstance(content, str) and content:
+        return content
     calls = delta.get("tool_calls")
     if isinstance(calls, list) and calls and isinstance(calls[0], dict):
         function = calls[0].get("function")
