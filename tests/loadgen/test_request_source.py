@@ -206,8 +206,8 @@ def test_bodies_follow_the_quirks_of_a_server():
     )
     quirks = body_of(endpoint="chat", max_completion_tokens=True, extra_body=text)
     changed = {"temperature": 0.5, "chat_template_kwargs": {"thinking": False}, "max_completion_tokens": 10}
-    kept = {name: plain[name] for name in ("model", "stream", "messages")}
-    assert quirks == kept | changed
+    unchanged = {name: plain[name] for name in ("model", "stream", "messages")}
+    assert quirks == unchanged | changed
 
 
 @pytest.mark.parametrize(

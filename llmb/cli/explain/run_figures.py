@@ -153,8 +153,8 @@ def _typed_command(config: LoadConfig, result: Result) -> str:
         "--tpot-ms": result.tpot_ms and result.tpot_ms["mean"],
     }
     words = [f"{name} {value:.6g}" for name, value in figures.items() if value]
-    known = f"--gpu-type {config.machine.gpu or 'GPU'} --dtype {config.precision.dtype or 'DTYPE'}"
-    command = f"llmb-run explain --model MODEL {known} {' '.join(words)}"
+    hardware = f"--gpu-type {config.machine.gpu or 'GPU'} --dtype {config.precision.dtype or 'DTYPE'}"
+    command = f"llmb-run explain --model MODEL {hardware} {' '.join(words)}"
     return f"of the model only the name {config.workload.model} is known; describe it: {command}"
 
 

@@ -160,12 +160,12 @@ class Connection(asyncio.Protocol):
         if exchange.sse is None:
             reader.whole(b"".join(exchange.body), now)
         else:
-            rest = exchange.sse.rest if reader.first_token is None else b""
+            unfinished = exchange.sse.unfinished if reader.first_token is None else b""
             if events := exchange.sse.end():
                 reader.events(events, now)
             if not reader.done and reader.finish is None and reader.error is None:
                 begun = reader.first_token is not None
-                return "truncated: the stream ended without [DONE]" if begun else self._not_a_stream(rest)
+                return "truncated: the stream ended without [DONE]" if begun else self._not_a_stream(unfinished)
         return reader.failure()
 
     def _not_a_stream(self, body: bytes) -> str:

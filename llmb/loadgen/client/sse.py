@@ -37,7 +37,7 @@ class SseParser:
         return data[:end]
 
     @property
-    def rest(self) -> bytes:
+    def unfinished(self) -> bytes:
         """Bytes after the last complete event."""
         return self._buffer
 
