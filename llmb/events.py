@@ -112,7 +112,9 @@ class RequestDone:
     error: str | None = None  # its first word names the kind: connect, timeout, http, truncated, ...
     cached_tokens: int | None = None  # of the input, read from the prefix cache, as the server says
     cacheable_tokens: int | None = None  # of the input, that an unlimited prefix cache would hold
-    counted_by: str | None = None  # who counted output tokens: usage (the server), tokenizer, chunks; null: the engine
+    counted_by: str | None = (
+        None  # who counted output tokens: usage (server), tokenizer, chunks, nobody; null: the engine
+    )
     client_tokens: int | None = None  # of the output, by the client's tokenizer
     session: int | None = None  # of a conversation of several turns
     turn: int | None = None  # from 0

@@ -67,6 +67,8 @@ def add_request_options(add: Any) -> None:
     add("--vocab-size", type=int, metavar="N", help="of token ids, without a tokenizer")
     add("--use-eos", action="store_true", help="outputs may end before --osl; default: ask the server to ignore EOS")
     add("--temperature", type=float, default=0.0, metavar="T", help="of sampling; default: 0, greedy")
+    add("--max-completion-tokens", action="store_true", help="send --osl under this name instead of max_tokens")
+    add("--extra-body", metavar="JSON", help="further fields of every request; null leaves one out: '{\"min_p\": 0.1}'")
     add("--seed", type=int, default=1234, metavar="N", help="of prompts, lengths and arrival times")
 
 
@@ -87,7 +89,12 @@ def _add_measurement_options(add: Any) -> None:
     add("-r", "--repeats", type=int, default=1, metavar="K", help="run the load K times")
     add("--processes", type=int, metavar="N", help="of the client; default: as many as the load needs")
     add("--no-calibrate", action="store_true", help="do not measure the client on a no-op server first")
-    add("--timeout", type=int, metavar="S", help="stop the run after this time")
+    add(
+        "--timeout",
+        type=int,
+        metavar="S",
+        help="stop the run after this time; default: 1800, or more for longer arrivals",
+    )
     add("--no-report", action="store_true", help="write no report.html when the load ends")
     add("--dry-run", action="store_true", help="check everything and print the configuration, send nothing")
     add("-q", "--quiet", action="store_true", help="no progress and no tables: a line for each run, its outcome")
@@ -106,14 +113,13 @@ def run(options: argparse.Namespace) -> int:
     settings = load_settings(options)
     check_load(settings)
     api_key_of(settings)  # refuses a variable that is not set
-    RequestSource(settings)  # refuses unreadable files
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats {options.repeats}: expected 1 or more")
-    if options.gpus is not None and options.gpus < 1:
-        raise ConfigError(f"--gpus {options.gpus}: expected 1 or more")
+    source = RequestSource(settings)  # refuses unreadable files
+    for name in ("repeats", "gpus", "timeout"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: expected 1 or more")
     if settings.gpu_cost_per_hour is not None and options.gpus is None:
         raise ConfigError("--gpu-cost-per-hour needs --gpus: how many GPUs are behind the server?")
-    limit = options.timeout or int(max(TIME_LIMIT_S, 2 * (settings.duration_s or 0) + settings.timeout_s))
+    limit = options.timeout or int(max(TIME_LIMIT_S, 2 * source.planned_s + settings.timeout_s))
     config = load_config(settings, options.gpus, options.gpu_type, options.dtype, limit)
     if options.dry_run:
         print(to_json(config, indent=None if options.json else 2))
@@ -172,6 +178,8 @@ def load_settings(options: argparse.Namespace) -> Any:
         warmup_requests=options.warmup,
         ignore_eos=not options.use_eos,
         temperature=options.temperature,
+        max_completion_tokens=options.max_completion_tokens,
+        extra_body=options.extra_body,
         seed=options.seed,
         slo=parse_slo(options.slo) if options.slo is not None else None,
         gpu_cost_per_hour=options.gpu_cost_per_hour,

@@ -197,13 +197,15 @@ def run_repeatedly(
     quiet: bool = False,
 ) -> tuple[list[int], bool]:  # fmt: skip
     """Repeat a run and print intervals of its figures; return exit codes and whether it was interrupted."""
+    from llmb.config.load_settings import repeat_of
     from llmb.report import repeat_table
 
     codes: list[int] = []
     results: list[Any] = []
     interrupted = False
     while len(codes) < repeats and not interrupted:
-        code, interrupted, result = run_one(config, environment, as_json, location, report=report, quiet=quiet)
+        repeat = repeat_of(config, len(codes))
+        code, interrupted, result = run_one(repeat, environment, as_json, location, report=report, quiet=quiet)
         codes.append(code)
         results.append(result)
     table = repeat_table.repeats(results)
@@ -269,7 +271,8 @@ def run_one(
     if as_json:
         print(to_json(result))
     elif quiet:
-        print(f"{jobs[0]} {result.status}: {run_dir.short_path}", flush=True)
+        reason = "" if result.status == "ok" or not result.reason else f" ({result.reason})"
+        print(f"{jobs[0]} {result.status}{reason}: {run_dir.short_path}", flush=True)
     refused = outcome.exit_code == 1 and config.engine == "native"  # the engine refused the configuration
     code = 0 if result.status == "ok" else 1 if refused else 2
     return code, outcome.interrupted is not None, result

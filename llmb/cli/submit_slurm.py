@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from llmb.cli.run_options import cluster_here
@@ -99,6 +100,7 @@ def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace, rec
     from llmb.cli.batch_confirmation import confirm
     from llmb.cli.memory_check import check_memory
     from llmb.cli.submit_batch import Sent, submit_jobs
+    from llmb.config.load_settings import repeat_of
     from llmb.config.serialization import to_json
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import store_path
@@ -116,7 +118,11 @@ def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace, rec
     listed = _requests(resolved, options)
     check_memory([request.config for request, _ in listed], recipes, local=False, force=options.force)
     confirm([(request.config, repeats) for request, repeats in listed], yes=options.yes)
-    requests = [request for request, repeats in listed for _ in range(repeats)]
+    requests = [
+        replace(request, config=repeat_of(request.config, number))
+        for request, repeats in listed
+        for number in range(repeats)
+    ]
     root = install_root(os.environ)
     with Store(store_path(root)) as store:
         sent = submit_jobs(requests, cluster_here(), root, store, print_submitted)

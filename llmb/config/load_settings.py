@@ -6,6 +6,7 @@ They are the workload of a run of the engine `openai`, whose configuration is a 
 not start, neither the GPUs nor the number formats are known unless the user names them.
 """
 
+import json
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from llmb.errors import ConfigError, UnknownName
 ArrivalKind = Literal["all_at_once", "concurrency", "constant", "poisson", "gamma", "trace"]
 UNIT_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0, "": 1.0}
 SLO_EXAMPLE = "write ttft=500ms,tpot=50ms or e2e=10s"
+DECIDED_FIELDS = ("model", "prompt", "messages", "stream", "max_tokens", "max_completion_tokens", "n")  # of a request
 LONGEST = 10_000_000  # tokens of a request, requests of a load: beyond that a number is a mistake
 
 
@@ -72,6 +74,8 @@ class LoadSettings:
 
     ignore_eos: bool = True  # ask the server to produce all output tokens
     temperature: float = 0.0
+    max_completion_tokens: bool = False  # the name of the output length, in place of max_tokens
+    extra_body: str | None = None  # JSON object: further fields of every request; null removes one
     seed: int = 1234
     slo: SloLimits | None = None
     gpu_cost_per_hour: float | None = None  # of one GPU, in any currency
@@ -142,8 +146,24 @@ def check_load(settings: LoadSettings) -> None:
     if (url := check_url(settings.base_url)) != settings.base_url:
         raise ConfigError(f"base_url: write it as {url}, without a password or /v1")
     _check_numbers(settings)
+    extra_fields(settings.extra_body)
     _check_source(settings)
     _check_arrivals(settings)
+
+
+def extra_fields(text: str | None) -> dict[str, Any]:
+    """Return the further fields of every request; raise on those that the load itself decides."""
+    try:
+        fields = json.loads(text) if text is not None else {}
+    except ValueError as error:
+        raise ConfigError(f"extra_body {text!r}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"""extra_body {text!r}: expected a JSON object such as {{"min_p": 0.1, "ignore_eos": null}}"""
+        )
+    if decided := [name for name in fields if name in DECIDED_FIELDS]:
+        raise ConfigError(f"extra_body: the load itself sets {decided[0]}; leave it out")
+    return fields
 
 
 def _check_numbers(settings: LoadSettings) -> None:
@@ -289,6 +309,14 @@ def load_settings_of(config: RunConfig | None) -> LoadSettings | None:
         else work.warmup_requests,
         slo=parse_slo(work.slo) if work.slo else None,
     )
+
+
+def repeat_of(config: RunConfig, number: int) -> RunConfig:
+    """Return the configuration of a repeat, from 0 on: on a server each has prompts that no cache has seen."""
+    if number == 0 or load_settings_of(config) is None:
+        return config
+    work: Any = config.workload
+    return replace(config, workload=replace(work, seed=work.seed + number))
 
 
 def row_requests(config: RunConfig, work: Inference, base_url: str, model: str) -> LoadSettings:

@@ -24,6 +24,7 @@ from llmb.config.spec import Status
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import ClientFacts, Event, RequestDone, RunEnded, RunStarted, ServingFacts, ServingSample
 from llmb.loadgen.calibration import Calibration, calibrate, choose_processes
+from llmb.loadgen.client.request_body import ROUTES
 from llmb.loadgen.event_loop import loop_name
 from llmb.loadgen.load_worker import Record
 from llmb.loadgen.readiness import PrefixCounters, prefix_counters, server_version, wait_ready
@@ -51,12 +52,17 @@ class LoadOutcome:
 
 
 def api_key_of(settings: LoadSettings) -> str | None:
-    """Return the key from the environment; raise if its variable is not set."""
-    if settings.api_key_env is None:
-        return None
-    key = os.environ.get(settings.api_key_env)
+    """Return the key from the environment, without white space around it; raise if its variable holds none."""
+    return None if settings.api_key_env is None else read_api_key(settings.api_key_env)
+
+
+def read_api_key(variable: str) -> str:
+    """Return the API key in an environment variable; no message holds it, whatever is wrong with it."""
+    key = os.environ.get(variable, "").strip()  # keys in files end in a line end
     if not key:
-        raise ConfigError(f"the environment variable {settings.api_key_env} is not set; it should hold the API key")
+        raise ConfigError(f"the environment variable {variable} is not set; it should hold the API key")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"the environment variable {variable} holds no API key: expected one line of ASCII")
     return key
 
 
@@ -69,7 +75,7 @@ def run_load(settings: LoadSettings, on_event: OnEvent, on_text: Callable[[str],
     api_key = api_key_of(settings)
     RequestSource(settings)  # refuses unreadable files
     on_event(_started(settings.base_url, api_key))
-    wait_ready(settings.base_url, settings.model, api_key, settings.ready_timeout_s)
+    wait_ready(settings.base_url, settings.model, api_key, settings.ready_timeout_s, ROUTES[settings.endpoint])
     calibration = calibrate(settings) if settings.calibrate else None
     if calibration is not None:
         on_text(calibration.text())

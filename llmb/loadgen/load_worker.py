@@ -51,7 +51,7 @@ class Record(NamedTuple):
     requested_tokens: int
     cached_tokens: int | None
     cacheable_tokens: int | None
-    counted_by: str  # usage: of the server; tokenizer; chunks: of the stream
+    counted_by: str  # usage: of the server; tokenizer; chunks: of the stream; nobody: output_tokens is unknown
     client_tokens: int | None  # of the output, by the tokenizer
     finish: str | None
     error: str | None
@@ -322,8 +322,10 @@ class LoadWorker:
             output, counted_by = usage.output_tokens, "usage"
         elif client_tokens is not None:
             output, counted_by = client_tokens, "tokenizer"
-        else:
+        elif self._settings.streaming:
             output, counted_by = len(reader.token_times), "chunks"
+        else:
+            output, counted_by = 0, "nobody"
         expected = request.request.input_tokens
         input_tokens = usage.input_tokens
         if input_tokens is None and expected is not None:

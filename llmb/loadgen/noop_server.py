@@ -84,11 +84,11 @@ def whole_stream(chat: bool, tokens: int, prompt_tokens: int, usage: bool) -> by
 
 
 @lru_cache(maxsize=4096)
-def whole_response(chat: bool, tokens: int, prompt_tokens: int) -> bytes:
+def whole_response(chat: bool, tokens: int, prompt_tokens: int, usage: bool = True) -> bytes:
     """Return a response that is not streamed."""
     body = {"id": "cmpl-0", "object": "chat.completion" if chat else "text_completion", "created": 0, "model": MODEL}
     choices = [_choice(chat, WORD * tokens, "length", whole=True)]
-    return json_response({**body, "choices": choices, "usage": _usage(prompt_tokens, tokens)})
+    return json_response({**body, "choices": choices, "usage": _usage(prompt_tokens, tokens) if usage else None})
 
 
 class NoopConnection(asyncio.Protocol):
@@ -164,7 +164,7 @@ class NoopConnection(asyncio.Protocol):
             "truncated": first + token,
             "error": first + _event({"error": {"message": "engine died"}}) + b"0\r\n\r\n",
             "short": whole_stream(chat, max(1, tokens // 2), 8, True),
-            "no-usage": whole_stream(chat, tokens, 8, False),
+            "no-usage": whole_stream(chat, tokens, 8, False) if streaming else whole_response(chat, tokens, 8, False),
             "silent": b"",
             "close": b"",
         }

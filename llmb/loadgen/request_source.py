@@ -75,6 +75,19 @@ class RequestSource:
             return len(self._trace) if sessions is None else min(sessions, len(self._trace))
         return len(self._dataset) if self._dataset and sessions is None else sessions  # a dataset repeats if too short
 
+    @property
+    def planned_s(self) -> float:
+        """Time from the first to the last arrival, as far as the settings tell: 0 of a closed loop of a count."""
+        settings = self._settings
+        seconds = 0.0
+        if settings.arrivals == "trace":
+            seconds = max(row.time_s for row in self._trace[: self.count])
+        elif settings.rate is not None and self.count is not None:
+            seconds = self.count / settings.rate + settings.ramp_s
+        if settings.duration_s is None:
+            return seconds
+        return min(seconds, settings.duration_s) if seconds else settings.duration_s
+
     def session(self, index: int) -> Session:
         """Return the session of an index."""
         if self._trace:

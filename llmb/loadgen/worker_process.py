@@ -96,14 +96,19 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         lag = LagMeter(loop)
         report = loop.create_task(self._report())
-        begin, cpu = perf_counter(), cpu_s()
+        clocks = [(perf_counter(), cpu_s())]
+        loop.call_later(max(0.0, start - perf_counter()), lambda: clocks.append((perf_counter(), cpu_s())))
         await worker.run(start)
-        busy = (cpu_s() - cpu) / max(1e-9, perf_counter() - max(begin, start))
+        begin, cpu = clocks[-1]  # of the load: what its head start takes is no part of it
+        busy = (cpu_s() - cpu) / max(1e-9, perf_counter() - begin)
         report.cancel()
         lag.close()
         self._flush(None)
         send("progress", worker.progress)
-        send("end", {"cpu_fraction": busy, "lag_s": lag.samples_s, "fault": worker.fault, "cpu_s": cpu_s() - cpu})
+        send(
+            "end",
+            {"cpu_fraction": busy, "lag_s": lag.samples_s, "fault": worker.fault, "cpu_s": cpu_s() - clocks[0][1]},
+        )
 
     async def _report(self) -> None:
         """Send records and progress while the load runs, a few at a time."""

@@ -80,6 +80,16 @@ def _statistic(row: SweepRow, name: str, statistic: str) -> float | None:
     return (getattr(row, name) or {}).get(statistic)
 
 
+def row_doubts(row: SweepRow) -> Iterator[str]:
+    """Yield what speaks against the figures of a load: failures, other lengths, cached prompts."""
+    if row.requests_failed:
+        yield f"{describe_load(row)}: {row.requests_failed} requests failed"
+    if row.lengths_wrong:
+        yield f"{describe_load(row)}: {row.lengths_wrong} outputs do not have the requested length"
+    if row.prefix_cached:
+        yield f"{describe_load(row)}: {row.prefix_cached}"
+
+
 def _notes(result: SweepResult) -> Iterator[str]:
     unit = LOAD_UNITS[result.rows[0].load_kind]
     yield f"{result.rows[0].load_kind}: {unit}; latencies in ms; tok/s/user: output tokens / E2E, waiting included"
@@ -94,10 +104,7 @@ def _notes(result: SweepResult) -> Iterator[str]:
     for row in result.rows:
         if row.excluded is not None:
             yield f"excluded: {describe_load(row)}: {row.excluded}"
-        elif row.requests_failed:
-            yield f"{describe_load(row)}: {row.requests_failed} requests failed"
-        elif row.lengths_wrong:
-            yield f"{describe_load(row)}: {row.lengths_wrong} outputs do not have the requested length"
+        yield from row_doubts(row)
     client = result.client
     if client is not None and client.cpu_fraction is not None and client.loop_lag_p99_ms is not None:
         busy = f"the busiest of {client.processes} processes used {100 * client.cpu_fraction:.0f} % of a core"

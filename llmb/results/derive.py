@@ -77,9 +77,12 @@ def derive(
         fields = {name: value for name, value in fields.items() if name not in CLUSTER_FIGURES}
         fields["one_rank"] = one_rank_step(config, fields)
     warnings = cautions(config, fields, recorded, steps)
-    if all(warning.code != "CLIENT_LATE" for warning in warnings):  # else no figure of the server is known well enough
+    if NO_VERDICT.isdisjoint(warning.code for warning in warnings):
         fields["reference"] = _compare_with_reference(config, fields)
     return Result(**fields, predicted=check_prediction(config, fields, warnings), warnings=warnings)
+
+
+NO_VERDICT = {"CLIENT_LATE", "PREFIX_CACHED"}  # warnings with which no published result is compared
 
 
 def _steps(events: RecordedEvents) -> list[StepDone]:

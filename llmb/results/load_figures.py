@@ -79,7 +79,8 @@ def _goodput(config: RunConfig | None, completed: Sequence[RequestDone], failed:
     figures: dict[str, Any] = {"slo": {name: value for name, value in asdict(limits).items() if value is not None}}
     good = load_metrics.goodput(completed, failed, limits, duration_s)
     if good is not None:
-        figures |= {"goodput_requests_per_s": good.requests_per_s, "goodput_tokens_per_s": good.tokens_per_s}
+        tokens_per_s = None if any(r.counted_by == "nobody" for r in completed) else good.tokens_per_s
+        figures |= {"goodput_requests_per_s": good.requests_per_s, "goodput_tokens_per_s": tokens_per_s}
         figures["slo_fraction"] = good.fraction
     return figures
 

@@ -12,6 +12,7 @@ FULL_TIMES = 2  # how often the requests should fill the concurrency
 RATE_TOLERANCE = 0.05  # of the time that the arrivals were meant to take
 INPUT_TOLERANCE = 0.1  # of the input tokens
 TEMPLATE_TOKENS = 32  # that a chat template may add
+USUAL_HITS = 0.5  # of the input tokens, where nobody knows how many the requests share
 BUSY_LIMIT = 0.9  # of a core
 
 
@@ -29,8 +30,11 @@ def load_cautions(
         text = f"{wrong} of {len(completed)} outputs do not have the requested length: figures per token are not "
         yield "WRONG_LENGTHS", text + "comparable; does the server honour ignore_eos and max_tokens?"
     yield from _about_inputs(load, completed)
+    yield from _about_cache(completed, fields)
     if fields.get("tokens_counted_by") == "chunks":
         yield "NO_USAGE", "the server reports no usage: chunks are counted as tokens; give --tokenizer to count them"
+    if fields.get("tokens_counted_by") and fields.get("output_tokens") is None:
+        yield "NO_USAGE", "the server reports no usage: output tokens are unknown; give --tokenizer to count them"
     if wrong := fields.get("token_counts_wrong"):
         yield (
             "TOKEN_COUNTS_DIFFER",
@@ -60,6 +64,18 @@ def _about_inputs(load: LoadSettings, completed: Sequence[RequestDone]) -> Itera
     if abs(mean - load.isl) > INPUT_TOLERANCE * load.isl + TEMPLATE_TOKENS:
         remedy = "give --tokenizer FOLDER, or send token ids (--prompts ids)"
         yield "WRONG_INPUT_LENGTHS", f"prompts have {mean:.0f} tokens on average instead of {load.isl}; {remedy}"
+
+
+def _about_cache(completed: Sequence[RequestDone], fields: dict) -> Iterable[tuple[str, str]]:
+    """Compare the hits of the server's prefix cache with what these requests share; a template they all share."""
+    rate, possible = fields.get("prefix_hit_rate"), fields.get("prefix_hit_rate_possible")
+    if rate is None or not completed:
+        return
+    mean = sum(r.input_tokens for r in completed) / len(completed)
+    if (rate - (USUAL_HITS if possible is None else possible)) * mean > INPUT_TOLERANCE * mean + TEMPLATE_TOKENS:
+        shared = "" if possible is None else f", though these requests share {100 * possible:.0f} %"
+        text = f"{100 * rate:.0f} % of the input tokens came from the server's prefix cache{shared}"
+        yield "PREFIX_CACHED", f"{text}: earlier loads sent the same prompts; change the seed or empty the cache"
 
 
 def _about_client(

@@ -25,6 +25,7 @@ FASTER = {
     "OTHER_GPU": SLOWING["OTHER_GPU"],
     "POWER_LIMIT": SLOWING["POWER_LIMIT"],
     "PREFIX_CACHE_ON": "prompts were read from the prefix cache",
+    "PREFIX_CACHED": "prompts were read from the prefix cache",
 }
 
 

@@ -206,7 +206,7 @@ class Result:
     prefix_hit_rate: float | None = None  # of input tokens, read from the prefix cache, 0 to 1
     prefix_hit_source: str | None = None
     prefix_hit_rate_possible: float | None = None  # with an unlimited cache, for these requests
-    tokens_counted_by: str | None = None  # usage (the server), tokenizer or chunks; null: the engine
+    tokens_counted_by: str | None = None  # usage (the server), tokenizer, chunks, nobody; null: the engine
     token_counts_wrong: int | None = None  # outputs that the client's tokenizer counts otherwise
     tokens_per_chunk: float | None = None  # of a stream, mean
     cost_per_million_output_tokens: float | None = None  # in the currency of --gpu-cost-per-hour

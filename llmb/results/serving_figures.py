@@ -21,6 +21,10 @@ from llmb.results.speculation_figures import speculation_fields
 
 RATES = ("duration_s", "request_throughput", "output_tokens_per_s", "total_tokens_per_s", "mean_concurrency")
 STREAMED = ("ttft_ms", "tpot_ms", "itl_ms", "output_speed_tokens_per_s", "output_speed_summary_tokens_per_s")
+COUNTED = (
+    "output_tokens", "output_tokens_per_s", "output_tokens_per_s_per_gpu", "output_tokens_per_s_per_user",
+    "total_tokens_per_s", "steady_output_tokens_per_s", "steady_window_s", "lengths_wrong",
+)  # fmt: skip
 COUNTS = ("requests", "requests_failed", "input_tokens", "output_tokens")
 
 
@@ -58,6 +62,8 @@ def serving_fields(events: Sequence[Event], config: RunConfig | None) -> dict:
     work = serving_work(config)
     if work is not None and not work.streaming:
         fields |= dict.fromkeys(STREAMED)
+    if any(r.counted_by == "nobody" for r in completed):
+        fields |= dict.fromkeys(COUNTED)
     return fields | load_fields(events, config, measured, latencies, fields)
 
 
@@ -76,6 +82,9 @@ def serving_fault(events: Sequence[Event], config: RunConfig | None) -> tuple[St
     if measured and not completed:
         return "failed", f"no request succeeded; the first ended with: {measured[0].error}"
     elsewhere = load_settings_of(config) is not None  # a server of others need not obey: its lengths are a warning
+    if elsewhere and (refused := _refused_at_the_end(measured)):
+        done = f"{len(measured) - refused} of {len(measured)} requests"
+        return "incomplete", f"the server was gone after {done}: {measured[-1].error}"
     wrong = _wrong_length(completed) if work.ignore_eos and not elsewhere else []
     if wrong:
         first = wrong[0]
@@ -85,6 +94,15 @@ def serving_fault(events: Sequence[Event], config: RunConfig | None) -> tuple[St
     if expected is not None and len(measured) < expected and not getattr(work, "duration_s", None):
         return "incomplete", f"{len(measured)} of {expected} requests are recorded"
     return None
+
+
+def _refused_at_the_end(measured: Sequence[RequestDone]) -> int:
+    """Count the requests since the last success, where the last two found nobody to connect to."""
+    count = 0
+    while count < len(measured) and measured[-1 - count].error is not None:
+        count += 1
+    refused = [(measured[-1 - number].error or "").startswith("connect") for number in range(min(2, count))]
+    return count if refused == [True, True] else 0
 
 
 def summary_fields(summary: ServingSummary) -> dict:

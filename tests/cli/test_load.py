@@ -43,6 +43,11 @@ def test_a_load_is_a_run_like_any_other(llmb_run, server, tmp_path):
     assert "None" not in out
     assert llmb_run("jobs", "show", "L1")[0] == 0
     assert llmb_run("compare", "L1", "L1")[0] == 0
+    code, out, err = llmb_run("explain", "L1")  # the model behind a server has but a name
+    command = out.partition("describe it: llmb-run ")[2].split("\n")[0].split()
+    assert command[:7] == ["explain", "--model", "MODEL", "--gpu-type", "GPU", "--dtype", "DTYPE"]
+    described = ["explain", "--model", "llama3.1-8b", "--gpu-type", "h200", "--dtype", "bf16", *command[7:]]
+    assert "IMPOSSIBLE as described" in llmb_run(*described)[1]
     code, out, err = llmb_run("jobs", "rebuild")
     assert code == 0, err
     assert llmb_run("jobs", "show", "L1")[0] == 0
@@ -63,6 +68,15 @@ def test_repeats_have_intervals(llmb_run, server):
     code, out, err = llmb_run("load", "--base-url", server, *SMALL, "-c", "4", "-n", "12", "-r", "2")
     assert code == 0, err
     assert "over 2 of 2 runs" in out
+    code, out, err = llmb_run("compare", "L1,L2", "L2,L1", "--json")  # another seed makes no other configuration
+    assert code == 0, err
+    assert list(json.loads(out)["differing"]) == ["workload.seed"]  # a prefix cache has seen neither's prompts
+
+
+def test_the_time_limit_follows_the_arrivals(llmb_run):
+    rate = ["--rate", "2", "-n", "7200", "--dry-run", "--json"]
+    code, out, _ = llmb_run("load", "--base-url", "http://h", *SMALL, *rate)
+    assert (code, json.loads(out)["limits"]["time_limit_s"]) == (0, 2 * 3600 + 600)
 
 
 def test_submit_sends_the_requests_of_a_recipe(llmb_run, server, tmp_path):
@@ -103,6 +117,8 @@ def test_submit_sends_the_requests_of_a_recipe(llmb_run, server, tmp_path):
         (["--base-url", "http://h", "-n", "1", "--trace", "x", "--rate", "1"], "--trace has times of its own"),
         (["--base-url", "http://h", "-n", "1", "--lengths", "normal", "--isl-spread", "2000"], "must be less than isl"),
         (["--base-url", "http://h", "-n", "1", "--think", "1"], "think_s has no effect on one turn"),
+        (["--base-url", "http://h", "-n", "1", "--timeout", "0"], "--timeout 0: expected 1 or more"),
+        (["--base-url", "http://h", "-n", "1", "--repeats", "0"], "--repeats 0: expected 1 or more"),
     ],
 )
 def test_wrong_requests_are_refused_in_one_line(llmb_run, tmp_path, options, message):
@@ -118,6 +134,12 @@ def test_a_server_that_is_not_there_is_a_failed_run(llmb_run):
     code, out, _ = llmb_run("load", "--base-url", "http://127.0.0.1:1", *SMALL, "-n", "2", "--ready-timeout", "0.1")
     assert code == 2
     assert "no server is ready at http://127.0.0.1:1" in out
+    wait = ["-n", "2", "--ready-timeout", "0.1", "-q"]
+    code, out, _ = llmb_run("load", "--base-url", "http://127.0.0.1:1", *SMALL, *wait)
+    assert code == 2
+    assert out.startswith("L2 failed (")
+    assert "no server is ready at http://127.0.0.1:1 after 0.1 s" in out
+    assert len(out.splitlines()) == 1
 
 
 def test_dry_run_prints_the_configuration(llmb_run, monkeypatch):

@@ -1,6 +1,7 @@
 """Whole loads on the no-op server, from settings to a Result."""
 
 import asyncio
+import os
 import time
 from dataclasses import replace
 from time import perf_counter
@@ -11,7 +12,7 @@ from llmb.config.load_settings import LoadSettings, SloLimits, load_config
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import ClientFacts, RequestDone, RunEnded, ServingFacts
 from llmb.loadgen.calibration import Calibration, NoopServerProcess, choose_processes
-from llmb.loadgen.load_test import run_load
+from llmb.loadgen.load_test import api_key_of, run_load
 from llmb.loadgen.load_worker import LoadWorker
 from llmb.loadgen.request_source import RequestSource
 from llmb.results.derive import derive
@@ -69,6 +70,30 @@ def test_two_processes_share_one_clock_and_all_requests(server):
     assert result.mean_concurrency <= 6.01
     assert min(r.scheduled for r in requests) >= 0
     assert next(e for e in events if isinstance(e, ClientFacts)).processes == 2
+
+
+@pytest.mark.parametrize("key", ["secret\nX-Other: 1", "secret\x00", "\u4e2d"])
+def test_a_key_that_no_header_takes_is_refused_without_printing_it(monkeypatch, key):
+    monkeypatch.setattr(os, "environ", {"KEY": key, "FROM_A_FILE": "secret\r\n"})
+    with pytest.raises(ConfigError) as caught:
+        api_key_of(settings("http://h", api_key_env="KEY"))
+    assert "secret" not in str(caught.value)
+    assert api_key_of(settings("http://h", api_key_env="FROM_A_FILE")) == "secret"
+
+
+def test_a_client_is_never_busier_than_its_core(server):
+    _, _, result, _ = run(settings(server, model="fault:500", num_requests=1, concurrency=1))
+    assert result.client["cpu_fraction"] < 1.2  # of a ms; its head start is no part of it
+
+
+def test_whole_responses_without_usage_have_unknown_tokens(server):
+    _, requests, result, _ = run(settings(server, model="fault:no-usage", streaming=False, slo=SloLimits(e2e_ms=1e6)))
+    assert {r.counted_by for r in requests} == {"nobody"}
+    assert (result.status, result.requests, result.goodput_requests_per_s) == ("ok", 24, result.request_throughput)
+    assert result.output_tokens is result.output_tokens_per_s is result.total_tokens_per_s is None
+    assert result.lengths_wrong is result.goodput_tokens_per_s is result.output_tokens_per_s_per_user is None
+    assert "NO_USAGE" in {warning.code for warning in result.warnings}
+    assert result.e2e_ms["p50"] > 0
 
 
 def test_a_rate_keeps_its_times_and_a_cap_shows_the_waiting(server):

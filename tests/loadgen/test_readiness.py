@@ -1,16 +1,20 @@
 """Counters of other servers, URLs, and what the pacer promises."""
 
 import asyncio
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from time import perf_counter
+from typing import ClassVar
 
 import pytest
 
 from llmb.config.load_settings import LoadSettings, check_load, check_url, without_credentials
-from llmb.errors import ConfigError
+from llmb.errors import ConfigError, LaunchError
 from llmb.loadgen.client.http_client import Target
+from llmb.loadgen.client.request_body import ROUTES
 from llmb.loadgen.event_loop import run_loop
 from llmb.loadgen.pacer import Pacer
-from llmb.loadgen.readiness import PrefixCounters, parse_counters
+from llmb.loadgen.readiness import PrefixCounters, parse_counters, wait_ready
 
 METRICS = """# HELP vllm:prefix_cache_queries_total Number of queried tokens
 vllm:prefix_cache_queries_total{engine="0",model_name="m"} 100.0
@@ -81,3 +85,63 @@ def test_the_pacer_is_never_early():
         return errors
 
     assert all(error > -1e-4 for error in run_loop(fire()))
+
+
+class ScriptedServer(BaseHTTPRequestHandler):
+    """Server with a status and headers for each method and path; 404 without a body for others."""
+
+    responses: ClassVar[dict[str, tuple[int, dict[str, str]]]] = {}
+
+    def do_GET(self) -> None:
+        status, headers = self.responses.get(f"{self.command} {self.path}", (404, {}))
+        self.send_response(status)
+        for name, value in {"Content-Length": "0", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def scripted():
+    """Start a server with some responses; return its URL."""
+    servers = []
+
+    def start(responses: dict[str, tuple[int, dict[str, str]]]) -> str:
+        handler = type("Handler", (ScriptedServer,), {"responses": responses})
+        server = HTTPServer(("127.0.0.1", 0), handler)
+        servers.append(server)
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_gateway_without_models_and_health_is_ready_if_it_has_the_route(scripted):
+    url = scripted({"POST /v1/chat/completions": (400, {})})
+    wait_ready(url, "m", None, 0.0, ROUTES["chat"])
+    with pytest.raises(LaunchError, match=r"after 0 s: /v1/completions responds with status 404$"):
+        wait_ready(url, "m", None, 0.0, ROUTES["completions"])
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (
+            (307, {"Location": "http://other/v1/models"}),
+            "redirects /v1/models to http://other/v1/models; give the addr",
+        ),
+        ((401, {}), "refuses the key: status 401"),
+    ],
+)
+def test_what_waiting_does_not_mend_ends_the_wait(scripted, response, message):
+    url = scripted({"GET /v1/models": response})
+    start = perf_counter()
+    with pytest.raises(LaunchError, match=message):
+        wait_ready(url, "m", None, 30.0)
+    assert perf_counter() - start < 10

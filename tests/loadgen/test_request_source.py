@@ -1,6 +1,7 @@
 """Lengths, datasets, traces, shared prefixes: what is sent, and that wrong files are refused in one line."""
 
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmb.config.load_settings import LoadSettings
+from llmb.config.load_settings import LoadSettings, check_load
 from llmb.errors import ConfigError
+from llmb.loadgen.client.request_body import RequestRenderer
 from llmb.loadgen.prompt_sampler import random_tokens
 from llmb.loadgen.prompt_text import TextWriter
 from llmb.loadgen.request_source import RequestSource
@@ -40,6 +42,19 @@ def test_texts_have_their_words_and_differ_from_the_first_on():
 def test_warm_up_prompts_are_others():
     source = RequestSource(load())
     assert not {source.warmup(n).turns[0].prompt for n in range(20)} & {r.prompt for r in prompts(source, 20)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({}, 0.0),
+        ({"duration_s": 90.0}, 90.0),
+        ({"arrivals": "poisson", "rate": 2.0, "num_requests": 7200}, 3600.0),
+        ({"arrivals": "constant", "rate": 2.0, "num_requests": 7200, "duration_s": 60.0}, 60.0),
+    ],
+)
+def test_the_time_of_the_arrivals_is_known_beforehand(changes, seconds):
+    assert RequestSource(load(**changes)).planned_s == seconds
 
 
 def test_token_ids_are_in_the_vocabulary_and_differ():
@@ -98,6 +113,7 @@ def test_mooncake_traces_share_blocks(tmp_path):
     source = RequestSource(load(trace=str(path), arrivals="trace", concurrency=None, num_requests=None))
     first, second, third = (source.session(n).turns[0].prompt.split() for n in range(3))
     assert source.count == 3
+    assert source.planned_s == 3.0  # of the trace as it is; the load has no speed-up
     assert (len(first), len(second), len(third)) == (600, 1100, 400)
     assert second[:512] == first[:512]
     assert third[:50] != first[:50]
@@ -174,3 +190,34 @@ def test_texts_are_exact_where_words_are_several_tokens(tokens):
     """data/tokenizer.json has a small vocabulary, in which most words are several tokens."""
     source = RequestSource(load(isl=tokens, tokenizer=str(DATA)))
     assert {len(source.tokenizer.encode(r.prompt).ids) for r in prompts(source, 20)} == {tokens}
+
+
+def body_of(**changes) -> dict:
+    settings = load(**changes)
+    payload = RequestRenderer(settings, None).payload(RequestSource(settings).session(0).turns[0])
+    return json.loads(payload.partition(b"\r\n\r\n")[2])
+
+
+def test_bodies_follow_the_quirks_of_a_server():
+    plain = body_of(endpoint="chat")
+    assert list(plain) == ["model", "temperature", "stream", "stream_options", "ignore_eos", "max_tokens", "messages"]
+    text = (
+        '{"ignore_eos": null, "stream_options": null, "temperature": 0.5, "chat_template_kwargs": {"thinking": false}}'
+    )
+    quirks = body_of(endpoint="chat", max_completion_tokens=True, extra_body=text)
+    changed = {"temperature": 0.5, "chat_template_kwargs": {"thinking": False}, "max_completion_tokens": 10}
+    unchanged = {name: plain[name] for name in ("model", "stream", "messages")}
+    assert quirks == unchanged | changed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "extra_body '{': Expecting property name"),
+        ("[1]", "extra_body '[1]': expected a JSON object such as"),
+        ('{"max_tokens": 5}', "extra_body: the load itself sets max_tokens; leave it out"),
+    ],
+)
+def test_wrong_extra_bodies_are_refused(text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_load(load(extra_body=text))

@@ -238,6 +238,10 @@ def load_run(**changes):
         ({"concurrency": 2}, "their concurrency differs: A 1, B 2"),
         ({"arrivals": "poisson", "rate": 2.0, "concurrency": None}, "their rates differ: A no rate, B 2 requests/s"),
         ({"osl": 9}, "their requests differ: A 8/8 tokens, B 8/9 tokens"),
+        ({"trace": "t.jsonl"}, "their requests differ: A 8/8 tokens, B t.jsonl"),
+        ({"ignore_eos": False}, "their requests differ: A 8/8 tokens, B 8/8 tokens until EOS"),
+        ({"prefix_fraction": 0.5}, "their requests differ: A 8/8 tokens, B 8/8 tokens 50 % of them shared by 1 groups"),
+        ({"endpoint": "chat", "turns": 2}, "their requests differ: A 8/8 tokens, B 8/8 tokens as chats in 2 turns"),
     ],
 )
 def test_loads_on_servers_are_compared_like_with_like(changes, doubt):

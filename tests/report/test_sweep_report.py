@@ -12,7 +12,7 @@ import pytest
 from llmb.report.page.sweep_page import sweep_page
 from llmb.report.pareto_chart import COLOURS, DASHES, HEIGHT, MARKERS, WIDTH, pareto_chart
 from llmb.report.sweep_table import sweep_csv, sweep_text
-from llmb.results.result import Result
+from llmb.results.result import Caution, Result
 from llmb.results.sweep.slo import parse_slo
 from llmb.results.sweep.sweep_points import PointKey, SweepPoint
 from llmb.results.sweep.sweep_result import conclude
@@ -55,6 +55,20 @@ def test_unknown_gpus_and_failures_are_said():
     assert "GPUs unknown: --gpus" in text
     assert "tok/s/GPU" not in text
     assert "concurrency 2: 3 requests failed" in text
+
+
+def test_everything_that_speaks_against_a_load_is_said():
+    cached = Caution(code="PREFIX_CACHED", text="90 % of the input tokens came from the server's prefix cache")
+    result = sweep(point(1, warnings=(cached,)), point(2, requests_failed=3, lengths_wrong=5, late=True))
+    page = sweep_page(result)
+    for line in (
+        "concurrency 1: 90 % of the input tokens came from the server",
+        "concurrency 2: 3 requests failed",
+        "concurrency 2: 5 outputs do not have the requested length",
+    ):
+        assert line in sweep_text(result)
+        assert line in page
+    assert 'id="doubts"' not in sweep_page(sweep())
 
 
 def test_excluded_points_are_named_with_their_reason():

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.config.load_settings import LoadSettings, SloLimits, config_from_json, load_config, parse_slo
+from llmb.config.load_settings import LoadSettings, SloLimits, config_from_json, load_config, parse_slo, repeat_of
 from llmb.config.serialization import build, to_plain
 from llmb.errors import ConfigError
 from llmb.events import ClientFacts, RequestDone, RunEnded
+from llmb.loadgen.request_source import RequestSource
 from llmb.perfmodel import load_metrics, metrics
 from llmb.results.derive import derive
 from llmb.results.result import Result
@@ -53,6 +54,17 @@ def test_goodput_counts_from_the_scheduled_time_and_failed_requests_as_bad():
     assert strict.slo_fraction == 0.0  # 250 ms from the send time would have held
 
 
+def test_a_server_that_went_away_leaves_an_incomplete_run():
+    refused = [replace(r, error="connect: Connection refused") for r in FOUR[2:]]
+    result = derive(load_config(LOAD), [*FOUR[:2], *refused, OK])
+    assert result.status == "incomplete"
+    assert result.reason == "the server was gone after 2 of 4 requests: connect: Connection refused"
+    back = derive(load_config(LOAD), [FOUR[0], *refused, FOUR[1], OK])
+    assert (back.status, back.errors) == ("ok", {"connect": 2})
+    busy = [replace(r, error="http 429: slow down") for r in FOUR[2:]]
+    assert derive(load_config(LOAD), [*FOUR[:2], *busy, OK]).status == "ok"
+
+
 def test_a_limit_on_gaps_looks_at_the_largest():
     gap = replace(FOUR[0], token_times=(0.75, 0.8, 0.95))
     assert load_metrics.holds(gap, SloLimits(itl_ms=151.0))
@@ -65,6 +77,23 @@ def test_prompts_of_other_lengths_are_a_warning():
     assert "WRONG_INPUT_LENGTHS" in codes(derive(load_config(LOAD), [*FOUR, OK]))  # 10 tokens instead of 1000
     assert "WRONG_INPUT_LENGTHS" not in codes(derive(load_config(replace(LOAD, isl=40)), [*FOUR, OK]))
     assert "WRONG_INPUT_LENGTHS" not in codes(derive(load_config(replace(LOAD, turns=2)), [*FOUR, OK]))
+
+
+@pytest.mark.parametrize(
+    ("cached", "possible", "warned"),
+    [(900, 0, True), (900, 850, False), (30, 0, False), (0, 0, False), (900, None, True), (400, None, False)],
+)
+def test_prompts_from_the_prefix_cache_that_share_none_are_a_warning(cached, possible, warned):
+    requests = [replace(r, input_tokens=1000, cached_tokens=cached, cacheable_tokens=possible) for r in FOUR]
+    assert ("PREFIX_CACHED" in codes(derive(load_config(LOAD), [*requests, OK]))) is warned
+
+
+def test_repeats_on_a_server_have_prompts_of_their_own():
+    config = load_config(LOAD)
+    repeats = [repeat_of(config, number) for number in range(3)]
+    assert [repeat.workload.seed for repeat in repeats] == [1234, 1235, 1236]
+    prompts = {RequestSource(repeat.workload).session(0).turns[0].prompt for repeat in repeats}
+    assert len(prompts) == 3
 
 
 def test_a_late_client_has_no_verdict():

@@ -34,10 +34,12 @@ def explain_run(name: str) -> Explanation:
 
 def explain_result(config: RunConfig | None, result: Result) -> Explanation:
     """Explain the result of a run; without its configuration, by its TFLOP/s alone."""
-    if config is None or isinstance(config, LoadConfig):
+    if config is None:
         return _without_config(result)
     if result.status != "ok":
         raise ConfigError(f"{result.name}: status {result.status}, so there is no figure to explain")
+    if isinstance(config, LoadConfig):
+        return Explanation(subject=result.name, verdict="unknown", notes=(_typed_command(config, result),))
     match config.workload:
         case Training():
             explanation = _training(config, result)
@@ -138,6 +140,22 @@ def _published(config: RunConfig, result: Result) -> tuple[PublishedMatch, ...]:
     if isinstance(work, Training) and result.tokens_per_s_per_gpu:
         return tuple(training_matches(recipes, config.model, machine.gpu, dtype, result.tokens_per_s_per_gpu))
     return ()
+
+
+def _typed_command(config: LoadConfig, result: Result) -> str:
+    """Return how to explain a load on a server, of whose model only the name is known."""
+    figures = {
+        "--tokens-per-s": result.output_tokens_per_s,
+        "--isl": config.workload.isl,
+        "--osl": config.workload.osl,
+        "--concurrency": config.workload.concurrency or max(1, round(result.mean_concurrency or 0)),
+        "--ttft-ms": result.ttft_ms and result.ttft_ms["mean"],
+        "--tpot-ms": result.tpot_ms and result.tpot_ms["mean"],
+    }
+    words = [f"{name} {value:.6g}" for name, value in figures.items() if value]
+    hardware = f"--gpu-type {config.machine.gpu or 'GPU'} --dtype {config.precision.dtype or 'DTYPE'}"
+    command = f"llmb-run explain --model MODEL {hardware} {' '.join(words)}"
+    return f"of the model only the name {config.workload.model} is known; describe it: {command}"
 
 
 def _without_config(result: Result) -> Explanation:

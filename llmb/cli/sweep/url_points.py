@@ -56,11 +56,13 @@ class UrlPoints:
 
     def _check_alive(self, reason: str | None) -> None:
         """Raise if the server is gone: the point is then unfinished, not failed."""
+        from llmb.loadgen.client.request_body import ROUTES
         from llmb.loadgen.load_test import api_key_of
         from llmb.loadgen.readiness import wait_ready
 
+        settings = self._settings
         try:
-            wait_ready(self._settings.base_url, self._settings.model, api_key_of(self._settings), 5.0)
+            wait_ready(settings.base_url, settings.model, api_key_of(settings), 5.0, ROUTES[settings.endpoint])
         except LaunchError as error:
             raise LaunchError(f"the server is gone: {error}; {reason}") from error
 
@@ -115,12 +117,13 @@ def goodput_limits(tiers: dict[str, str]) -> SloLimits | None:
 def _only_model(url: str, api_key_env: str | None) -> str:
     """Return the name of the model that the server lists, if it lists one."""
     import http.client
-    import os
 
+    from llmb.loadgen.load_test import read_api_key
     from llmb.loadgen.readiness import get
 
+    api_key = read_api_key(api_key_env) if api_key_env is not None else None
     try:
-        status, body = get(url, "/v1/models", os.environ.get(api_key_env) if api_key_env else None)
+        status, body = get(url, "/v1/models", api_key)
         names = [entry["id"] for entry in json.loads(body)["data"]] if status == 200 else []
     except (OSError, http.client.HTTPException) as error:
         raise LaunchError(f"no server responds at {url}: {getattr(error, 'strerror', None) or error}") from error

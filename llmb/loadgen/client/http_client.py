@@ -23,6 +23,7 @@ from llmb.loadgen.client.openai_stream import ResponseReader, error_text
 from llmb.loadgen.client.sse import SseParser
 
 MAX_ERROR_BYTES = 65_536
+HEADERS_OF_CONTENT = (b"content-encoding", b"content-type")
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,27 @@ class Connection(asyncio.Protocol):
         if exchange.sse is None:
             reader.whole(b"".join(exchange.body), now)
         else:
+            unfinished = exchange.sse.unfinished if reader.first_token is None else b""
             if events := exchange.sse.end():
                 reader.events(events, now)
             if not reader.done and reader.finish is None and reader.error is None:
-                return "truncated: the stream ended without [DONE]"
-        return reader.error
+                begun = reader.first_token is not None
+                return "truncated: the stream ended without [DONE]" if begun else self._not_a_stream(unfinished)
+        return reader.failure()
+
+    def _not_a_stream(self, body: bytes) -> str:
+        """Return what came where a stream was asked for, and had no text."""
+        headers = self._parser.headers
+        encoding, content_type = (headers.get(name, b"").lower().decode("latin-1") for name in HEADERS_OF_CONTENT)
+        if encoding not in ("", "identity"):
+            return f"bad response: compressed ({encoding}), which was not asked for"
+        if not body.strip() or content_type.startswith("text/event-stream"):
+            return "truncated: the stream ended without [DONE]"
+        with suppress(ValueError, RecursionError):
+            content = json.loads(body)
+            if isinstance(content, dict) and "choices" not in content:
+                return f"error response: {error_text(content)}"
+        return f"bad response: no stream of events but {content_type or 'no Content-Type'}; --no-stream reads it whole"
 
 
 class HttpClient:

@@ -19,7 +19,8 @@ from llmb.loadgen.client.sse import split_events
 TEXT_MARKS = tuple(f'"{key}":{space}"'.encode() for key in ("text", "content") for space in ("", " "))
 RARE_MARKS = (b'"usage":{', b'"usage": {', b'"finish_reason":"', b'"finish_reason": "', b'"error"')
 NO_TEXT = (b'"', b"")  # what follows the mark of an empty text
-TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+BARE_ERROR = "message"  # of older servers and gateways: an error without the key `error`
+FAILED_FINISHES = ("abort", "error", "cancelled")  # reasons of servers that give an output up
 MAX_ERROR_CHARS = 200
 LARGE_BLOCK = 2048  # bytes, from which counting pays
 FIRST_EVENTS = 2  # of a stream: a role, and a first text that tells what the others look like
@@ -38,7 +39,7 @@ class Usage:
 class ResponseReader:
     """State of one response."""
 
-    __slots__ = ("_mark", "_texts", "done", "error", "finish", "first_token", "token_times", "usage")
+    __slots__ = ("_mark", "_texts", "done", "error", "finish", "first_token", "has_text", "token_times", "usage")
 
     def __init__(self, keep_text: bool = False):
         self.first_token: float | None = None
@@ -47,6 +48,7 @@ class ResponseReader:
         self.finish: str | None = None
         self.error: str | None = None
         self.done = False  # the stream has said that it is complete
+        self.has_text = False  # of a response that was not streamed
         self._mark: bytes | None = None  # bytes before a text in this server's chunks
         self._texts: list[str] | None = [] if keep_text else None
 
@@ -101,7 +103,7 @@ class ResponseReader:
             return
         if not isinstance(chunk, dict):
             return
-        if chunk.get("error"):
+        if chunk.get("error") or ("choices" not in chunk and isinstance(chunk.get(BARE_ERROR), str)):
             self.error = f"stream error: {error_text(chunk)}"
             return
         self._read_usage(chunk)
@@ -121,18 +123,29 @@ class ResponseReader:
         """Read a response that was not streamed."""
         try:
             response = json.loads(body)
-            if response.get("error"):
+            if response.get("error") or ("choices" not in response and isinstance(response.get(BARE_ERROR), str)):
                 self.error = f"error response: {error_text(response)}"
                 return
             self._read_usage(response)
             for choice in _choices(response):
-                text = choice.get("text") or (choice.get("message") or {}).get("content") or ""
+                text = _text_of(choice, "message")
+                self.has_text = self.has_text or bool(text)
                 if self._texts is not None:
-                    self._texts.append(str(text))
+                    self._texts.append(text)
                 self.finish = _finish_reason(choice) or self.finish
             self.done = True
         except (ValueError, AttributeError, TypeError, RecursionError):
             self.error = f"bad response: not a completion: {_short(body.decode(errors='replace'))}"
+
+    def failure(self) -> str | None:
+        """Return why a response that is complete is none that counts; None: it counts."""
+        if self.error is not None:
+            return self.error
+        if self.finish in FAILED_FINISHES:
+            return f"given up by the server: finish_reason {self.finish}"
+        if not self.has_text and self.first_token is None and not self.usage.output_tokens:
+            return "empty response: no text, no tokens"
+        return None
 
     def _read_usage(self, chunk: dict[str, Any]) -> None:
         usage = chunk.get("usage")
@@ -148,7 +161,11 @@ class ResponseReader:
 def error_text(body: Any) -> str:
     """Return the message of an error object as servers send it, in one line."""
     error = body.get("error", body) if isinstance(body, dict) else body
-    message = error.get("message", error) if isinstance(error, dict) else error
+    message = (
+        next((error[key] for key in ("message", "detail") if error.get(key)), error)
+        if isinstance(error, dict)
+        else error
+    )
     return _short(str(message))
 
 
@@ -168,15 +185,18 @@ def _finish_reason(choice: dict[str, Any]) -> str | None:
     return reason if isinstance(reason, str) else None
 
 
-def _text_of(choice: dict[str, Any]) -> str:
+def _text_of(choice: dict[str, Any], part: str = "delta") -> str:
     """Return the new text of a chunk: of a completion, or of a chat message, reasoning and tool calls included."""
-    delta = choice.get("delta")
+    delta = choice.get(part)
     if not isinstance(delta, dict):
         text = choice.get("text")
         return text if isinstance(text, str) else ""
-    for field in TEXT_FIELDS:
-        if isinstance(delta.get(field), str) and delta[field]:
-            return str(delta[field])
+    content = delta.get("content")
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning")  # some servers send one text as both
+    if isinstance(reasoning, str) and reasoning:
+        return reasoning + (content if isinstance(content, str) else "")
+    if isinstance(content, str) and content:
+        return content
     calls = delta.get("tool_calls")
     if isinstance(calls, list) and calls and isinstance(calls[0], dict):
         function = calls[0].get("function")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from llmb.config.load_settings import LoadSettings
+from llmb.config.load_settings import LoadSettings, extra_fields
 from llmb.loadgen.client.http_client import Target
 from llmb.loadgen.request_source import LoadRequest
 
@@ -29,11 +29,15 @@ class RequestRenderer:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if settings.ignore_eos:
             fields["ignore_eos"] = True
+        fields = {
+            name: value for name, value in (fields | extra_fields(settings.extra_body)).items() if value is not None
+        }
+        self._limit = "max_completion_tokens" if settings.max_completion_tokens else "max_tokens"
         self._fields = json.dumps(fields, separators=(",", ":")).encode()[:-1]  # the last brace follows the rest
 
     def payload(self, request: LoadRequest, history: Sequence[Turn] = ()) -> bytes:
         """Return head and body of a request; `history`: earlier turns of its session."""
-        fields: dict[str, Any] = {"max_tokens": request.output_tokens}
+        fields: dict[str, Any] = {self._limit: request.output_tokens}
         if self._settings.endpoint == "chat":
             fields["messages"] = _messages(request.prompt, history)
         else:

@@ -36,6 +36,11 @@ class SseParser:
         self._buffer = data[end + 2 :]
         return data[:end]
 
+    @property
+    def unfinished(self) -> bytes:
+        """Bytes after the last complete event."""
+        return self._buffer
+
     def end(self) -> list[bytes]:
         """Return the data of an event that the stream ended in the middle of."""
         content = _data_of(self._buffer)

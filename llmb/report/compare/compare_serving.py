@@ -60,12 +60,29 @@ def load_doubts(a: Run, b: Run, labels: tuple[str, str]) -> Iterator[str]:
 
 
 def _lengths(work: Load) -> tuple[object, ...]:
-    return work.isl, work.osl, work.lengths, work.isl_spread, work.osl_spread, work.dataset
+    return work.isl, work.osl, work.lengths, work.isl_spread, work.osl_spread, _source(work), *_shape(work)
+
+
+def _source(work: Load) -> str | None:
+    """Return the file that says which requests are sent; None of synthetic ones."""
+    return work.dataset or (work.trace or work.lengths_file if isinstance(work, LoadSettings) else None)
+
+
+def _shape(work: Load) -> list[str]:
+    """Return what else changes the work of a request, as text; nothing of plain completions that ignore EOS."""
+    words = [] if work.ignore_eos else ["until EOS"]
+    if isinstance(work, LoadSettings):
+        words += ["as chats"] if work.endpoint == "chat" else []
+        words += [f"with {work.extra_body}"] if work.extra_body else []
+        words += [f"in {work.turns} turns"] if work.turns > 1 else []
+        if work.prefix_fraction:
+            words.append(f"{100 * work.prefix_fraction:g} % of them shared by {work.prefix_groups} groups")
+    return words
 
 
 def _describe(work: Load) -> str:
     spread = "" if work.lengths == "fixed" else f" {work.lengths} +-{work.isl_spread:g}/{work.osl_spread:g}"
-    return work.dataset or f"{work.isl}/{work.osl} tokens{spread}"
+    return " ".join([_source(work) or f"{work.isl}/{work.osl} tokens{spread}", *_shape(work)])
 
 
 def _rate(work: Load) -> str:

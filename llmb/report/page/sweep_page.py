@@ -7,7 +7,7 @@ from llmb.perfmodel.tune.pareto import pareto_set
 from llmb.report.page.html_blocks import charts_block, link, paragraphs, section, table
 from llmb.report.page.page_chart import COLOURS, DASHES, SYMBOLS, Chart, Trace, axis, plain, values
 from llmb.report.page.page_shell import page
-from llmb.report.sweep_table import KNEE_DEFINITION, describe_load, marks, tier_text
+from llmb.report.sweep_table import KNEE_DEFINITION, describe_load, marks, row_doubts, tier_text
 from llmb.report.table import number
 from llmb.results.sweep.sweep_points import FIGURES, LOAD_UNITS, SUMMARIES, SweepRow
 from llmb.results.sweep.sweep_result import SweepResult
@@ -24,6 +24,9 @@ def sweep_page(result: SweepResult, files: Sequence[tuple[str, str]] = ()) -> st
         f'<div class="verdict">{paragraphs(_sentences(result))}</div>',
         section("pareto-set", "Throughput against the speed of one user", charts_block(charts[:1])),
         section("tiers", "SLO tiers", paragraphs(tier_text(answer, result) for answer in result.tiers)),
+        section(
+            "doubts", "What speaks against them", paragraphs(text for row in result.rows for text in row_doubts(row))
+        ),
         section("by-load", "By load", charts_block(charts[1:])),
         section("rows", "Every load", _table(result), "Medians over repeats; latencies in ms.", "long"),
         section("files", "Files", f"<ul>{links}</ul>" if links else ""),

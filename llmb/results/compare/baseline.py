@@ -27,7 +27,7 @@ from llmb.results.compare.student import student_quantile
 from llmb.results.request_bootstrap import request_times
 from llmb.results.result import Result
 
-HARMLESS = ("schema", "limits.")  # settings that change no figure
+HARMLESS = ("schema", "limits.", "workload.seed")  # settings that change no figure; repeats on a server differ in seed
 
 MeasuredRun = tuple[RunConfig, Result, Sequence[TimedRequest]]
 

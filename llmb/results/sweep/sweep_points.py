@@ -64,6 +64,9 @@ class SweepRow:
     requests: int | None
     requests_failed: int | None
     lengths_wrong: int | None = None  # outputs of another length than requested
+    prefix_cached: str | None = (
+        None  # how much more of the prompts was cached than they share; null: nothing, or unknown
+    )
     request_throughput: float | None = None
     output_tokens_per_s: float | None = None
     output_tokens_per_s_per_gpu: float | None = None
@@ -119,6 +122,7 @@ def _row(points: Sequence[SweepPoint]) -> SweepRow:
         requests=_total(results, "requests"),
         requests_failed=_total([point.result for point in points], "requests_failed"),
         lengths_wrong=_total(results, "lengths_wrong"),
+        prefix_cached=next((w.text for r in results for w in r.warnings if w.code == "PREFIX_CACHED"), None),
         noise=interval("output tokens/s", rates),
         excluded=None if usable else exclusion(points[0]),
         wall_s=sum(point.wall_s for point in points),
