@@ -137,7 +137,7 @@ class NoopConnection(asyncio.Protocol):
         tokens = int(match[1]) if match else 16
         fault = _FAULT.search(body)
         if fault is not None:
-            self._misbehave(fault[1].decode(), chat, tokens)
+            self._misbehave(fault[1].decode(), chat, tokens, _STREAM.search(body) is not None)
             return
         prompt_tokens = count_prompt_tokens(body)
         if not _STREAM.search(body):
@@ -157,7 +157,7 @@ class NoopConnection(asyncio.Protocol):
             self._write(first if number == 0 else token)
         self._write(finish + usage_event(prompt_tokens, tokens) + done + end)
 
-    def _misbehave(self, fault: str, chat: bool, tokens: int) -> None:
+    def _misbehave(self, fault: str, chat: bool, tokens: int, streaming: bool) -> None:
         first, token, _ = stream_parts(chat)
         responses = {
             "500": json_response({"error": {"message": "out of luck"}}, b"500 Internal Server Error"),
