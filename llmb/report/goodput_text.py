@@ -42,7 +42,12 @@ def headline(goodput: Goodput) -> str:
     kind = f"faults injected on purpose: {goodput.injected}" if goodput.injected else "failures were real"
     fraction = f", {100 * goodput.fraction:.1f} % of the throughput" if goodput.fraction is not None else ""
     rate = f"{number(goodput.tokens_per_s)} useful tokens/s over {number(goodput.wall_s)} s of wall time"
-    return f"goodput: {rate}{fraction} ({goodput.restarts} restarts; {kind})"
+    return f"goodput: {rate}{fraction} ({restarts(goodput)}; {kind})"
+
+
+def restarts(goodput: Goodput) -> str:
+    """Return the number of restarts with its noun."""
+    return f"{goodput.restarts} restart{'' if goodput.restarts == 1 else 's'}"
 
 
 def fault_lines(plan: FaultInjection) -> str:

@@ -9,6 +9,7 @@ from llmb.config.load_settings import LoadSettings
 from llmb.config.spec import OutOfCore, Training
 from llmb.formats.device_facts import power_limit_text, recorded_facts
 from llmb.perfmodel.chip_limits import Limit
+from llmb.report.goodput_text import restarts
 from llmb.report.page.page_chart import COLOURS, GREY, PATTERNS, Chart, axis, pattern, plain, values
 from llmb.report.page.run_record import RunRecord
 from llmb.report.table import number
@@ -85,10 +86,8 @@ def _goodput(result: Result) -> str:
     if result.goodput is None:
         return ""
     fraction = f", {100 * result.goodput.fraction:.1f} % of that" if result.goodput.fraction is not None else ""
-    restarts = f"{result.goodput.restarts} restarts"
-    return (
-        f" Over wall time it advanced {number(result.goodput.tokens_per_s)} useful tokens/s{fraction}, with {restarts}."
-    )
+    rate = number(result.goodput.tokens_per_s)
+    return f" Over wall time it advanced {rate} useful tokens/s{fraction}, with {restarts(result.goodput)}."
 
 
 def _comparisons(record: RunRecord) -> Iterator[str]:
