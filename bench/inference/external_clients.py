@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmb.events import RequestDone, read
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0
 # `vllm bench serve` without its command line, which looks for the metadata of a package called vllm.
@@ -102,8 +104,8 @@ def run_llmb(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> ClientFig
     result = json.loads(output.strip().splitlines()[-1])
     requests = _llmb_requests(folder)
     return ClientFigures(
-        completed=len([r for r in requests if not r["error"]]),
-        failed=len([r for r in requests if r["error"]]),
+        completed=len([r for r in requests if r.error is None]),
+        failed=len([r for r in requests if r.error is not None]),
         requests_per_s=result["request_throughput"],
         output_tokens_per_s=result["output_tokens_per_s"],
         ttft_ms=result["ttft_ms"]["p50"],
@@ -112,17 +114,16 @@ def run_llmb(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> ClientFig
         ttft_mean_ms=result["ttft_ms"]["mean"],
         tpot_mean_ms=result["tpot_ms"]["mean"],
         e2e_mean_ms=result["e2e_ms"]["mean"],
-        input_tokens=sum(r["input_tokens"] for r in requests),
-        output_tokens=sum(r["output_tokens"] for r in requests),
-        own_output_tokens=sum(r["client_tokens"] for r in requests),
+        input_tokens=sum(r.input_tokens for r in requests),
+        output_tokens=sum(r.output_tokens for r in requests),
+        own_output_tokens=sum(r.client_tokens or 0 for r in requests),
     )
 
 
-def _llmb_requests(folder: Path) -> list[dict[str, Any]]:
+def _llmb_requests(folder: Path) -> list[RequestDone]:
     """Return the measured requests of the one run in a folder."""
     (path,) = folder.rglob("events.rank0.jsonl")
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    return [event for event in events if event["event"] == "RequestDone" and not event["warmup"]]
+    return [event for event in read(path) if isinstance(event, RequestDone) and not event.warmup]
 
 
 def run_vllm(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> ClientFigures:
