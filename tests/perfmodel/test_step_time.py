@@ -120,13 +120,39 @@ def test_groups_leave_the_link_domain_when_they_must():
     assert outside.network_bytes == pytest.approx(passes * token_bytes * 8 * 7 / 8)
 
 
-@pytest.mark.parametrize(("engine", "gradient_bytes"), [("megatron", 4), ("megatron-bridge", 2)])
-def test_data_parallel_bytes_of_a_replicated_model(engine, gradient_bytes):
+@pytest.mark.parametrize("engine", ["megatron-2024", "megatron", "megatron-bridge", "jax"])
+def test_data_parallel_bytes_of_a_replicated_model(engine):
+    """NVIDIA's recipes of Megatron reduce gradients in bf16."""
+    gradient_bytes = 4 if engine == "jax" else 2
     setup = replace(LLAMA_8B, parallel=Parallel(), engine=engine)
     traffic = rank_traffic(setup, rank_work(setup, device("h100")), device("h100"))
     matrices = 8.03e9
     assert traffic.dp.link_bytes == pytest.approx((2 + gradient_bytes) * matrices * 7 / 8, rel=0.01)
     assert traffic.dp_gradients == pytest.approx(gradient_bytes / (2 + gradient_bytes))
+
+
+@pytest.mark.parametrize(("dtype", "weight_bytes"), [("fp8", 1), ("fp8-block", 2), ("fp8-mx", 2), ("nvfp4", 2)])
+def test_weights_of_one_scale_are_gathered_in_fp8(dtype, weight_bytes):
+    """All but embedding and LM head. MXFP8 cannot gather its rows' and columns' scales in one copy."""
+    setup = replace(LLAMA_8B, parallel=Parallel(), engine="megatron-bridge", gpu="b200", dtype=dtype)
+    work = rank_work(setup, device("b200"))
+    traffic = rank_traffic(setup, work, device("b200"))
+    ends = 2 * 128256 * 4096
+    blocks = work.dense_weights - ends
+    gathered, reduced = weight_bytes * blocks + 2 * ends, 2 * (blocks + ends)
+    assert traffic.dp.link_bytes == pytest.approx((gathered + reduced) * 7 / 8)
+    assert traffic.dp_gradients == pytest.approx(reduced / (gathered + reduced))
+    jax = replace(setup, engine="jax")
+    assert rank_traffic(jax, work, device("b200")).dp.link_bytes == pytest.approx(6 * (blocks + ends) * 7 / 8)
+
+
+def test_megatron_accumulates_and_zeroes_gradients_in_bf16():
+    """Per weight: zeroed once a step, read and written in every backward."""
+    works = [rank_work(replace(LLAMA_8B, engine=engine), device("h100")) for engine in ("jax", "megatron")]
+    jax, megatron = ((work.step_bytes, sum(gemm.bytes for gemm in work.backward.gemms)) for work in works)
+    weights = works[0].dense_weights
+    assert jax[0] - megatron[0] == pytest.approx(2 * weights)
+    assert jax[1] - megatron[1] == pytest.approx(4 * (weights - works[0].end_weights), rel=1e-3)
 
 
 def test_multi_token_prediction_adds_a_layer_and_a_head():

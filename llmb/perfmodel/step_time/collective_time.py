@@ -10,10 +10,15 @@ from dataclasses import dataclass, replace
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.step_setup import StepSetup
-from llmb.perfmodel.step_time.step_work import BF16, OPERAND_BYTES, RankWork, block_counts, gathers_quantized
+from llmb.perfmodel.step_time.step_work import (
+    BF16,
+    OPERAND_BYTES,
+    RankWork,
+    block_counts,
+    gathers_quantized,
+    gradient_bytes,
+)
 
-# Gradients are reduced in fp32, in recipes of Megatron Bridge in bf16.
-GRADIENT_BYTES = {"megatron-bridge": BF16, "megatron-bridge-2026": BF16}
 TP_GATHERS, TP_SCATTERS = (1, 2), (1, 1)  # per block, forward and backward, which gathers the input again
 # Weights of a bucket whose gradients Megatron reduces together (its DDP's default): at least so many, and more the more
 # replicas there are, as a ring sends each of them its own chunk.
@@ -69,7 +74,7 @@ def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffi
         pp=_sends(setup, device),
         fsdp=data if fsdp else NOTHING,
         dp=NOTHING if fsdp or setup.task == "lora" else data,
-        dp_gradients=_gradient_bytes(setup) / (_gradient_bytes(setup) + BF16),
+        dp_gradients=_gradient_fraction(setup, work),
         dp_bucket=_bucket_fraction(setup, work),
     )
 
@@ -172,18 +177,38 @@ def _bucket_fraction(setup: StepSetup, work: RankWork) -> float:
     )
 
 
-def _gradient_bytes(setup: StepSetup) -> float:
-    return GRADIENT_BYTES.get(setup.engine, BYTES["fp32"])
+def _reduced_bytes(setup: StepSetup) -> float:
+    return BF16 if setup.parallel.fsdp else gradient_bytes(setup)
+
+
+def _gathered_bytes(setup: StepSetup) -> float:
+    """Return the bytes in which a weight of the blocks is gathered.
+
+    With one scale per tensor Megatron gathers updated weights in fp8 (fp8_params, later fp8_param_gather). Not those of
+    MXFP8, whose copies for rows and for columns have scales of their own: they travel in bf16 and are quantized by
+    every rank. Recipes with other scales leave fp8_param_gather off.
+    """
+    if setup.parallel.fsdp:  # in the dtype of its GEMM, by JAX before it is quantized
+        return BF16 if setup.dtype == "bf16" or setup.engine == "jax" else BYTES["fp8"]
+    return BYTES["fp8"] if setup.engine.startswith("megatron") and setup.dtype == "fp8" else BF16
+
+
+def _gradient_fraction(setup: StepSetup, work: RankWork) -> float:
+    """Return the fraction of data-parallel bytes that reduces gradients."""
+    weights = work.dense_weights + work.routed_weights
+    gathered = _gathered_bytes(setup) * (weights - work.end_weights) + BF16 * work.end_weights
+    reduced = _reduced_bytes(setup) * weights
+    return reduced / (reduced + gathered)
 
 
 def _data_parallel(setup: StepSetup, work: RankWork, device: Device) -> Transfer:
     """Gradients reduced and weights gathered; with FSDP weights twice, and all of it for every micro-batch."""
     split = setup.parallel
     fsdp, shards = split.fsdp, setup.sharding_ranks
-    # Weights are gathered in the dtype of their GEMMs, by JAX before they are quantized.
-    weight_bytes = BF16 if setup.dtype == "bf16" or setup.engine == "jax" else 1.0
-    per_weight = (2.0 * weight_bytes + BF16) if fsdp else (BF16 + _gradient_bytes(setup))
-    dense = ring_transfer(device, shards, split.tp, per_weight * work.dense_weights)
+    gathers, weight_bytes = 2.0 if fsdp else 1.0, _gathered_bytes(setup)
+    per_weight = gathers * weight_bytes + _reduced_bytes(setup)
+    ends = 0.0 if fsdp else (BF16 - weight_bytes) * work.end_weights  # whose GEMMs are in bf16
+    dense = ring_transfer(device, shards, split.tp, per_weight * work.dense_weights + ends)
     replicas = setup.dp * split.cp * split.tp // (split.ep * split.etp)
     routed = ring_transfer(device, replicas, split.ep * split.etp, per_weight * work.routed_weights)
     collectives = _data_parallel_collectives(setup, work)

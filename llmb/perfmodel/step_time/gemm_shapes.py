@@ -19,7 +19,6 @@ FILL_K_OF = {
 }  # engines that choose algorithms by trial: narrow GEMMs of Llama 1B are as fast as those of 70B
 LOST_WAVES = 0.5
 CHUNK_LOST_WAVES = 0.25  # of each further chunk of a GEMM: the next one, on another stream, fills half of its last wave
-ACCUMULATE_BYTES = 8  # a weight gradient is read and written in fp32
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.shapes.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.gemm_shapes import (
-    ACCUMULATE_BYTES,
     FILL_K,
     FILL_K_OF,
     Gemm,
@@ -131,7 +130,7 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
         module_gemms=_module_gemms(setup, counts) if setup.recompute_modules else {},
         expert_layers=counts.get("experts", 0.0),
         local_experts=model.experts.count / split.ep if model.experts else 0.0,
-        step_bytes=trained * (UPDATE_BYTES * sharded + 4.0 * (dense + routed + ends)),
+        step_bytes=trained * (UPDATE_BYTES * sharded + gradient_bytes(setup) * (dense + routed + ends)),
         dense_weights=dense + ends,
         routed_weights=routed,
         end_weights=ends,
@@ -229,7 +228,7 @@ def _passes(setup: StepSetup, device: Device, gemm: Gemm, layers: float, backwar
         return [gemm_pass(gemm.m, gemm.n, gemm.k, operand * (x + w) + BF16 * y, chunks)]
     passes = [gemm_pass(gemm.m, gemm.k, gemm.n, operand * (y + w) + BF16 * x, chunks)]
     if setup.task != "lora":
-        passes.append(gemm_pass(gemm.n, gemm.k, gemm.m, operand * (x + y) + ACCUMULATE_BYTES * w))
+        passes.append(gemm_pass(gemm.n, gemm.k, gemm.m, operand * (x + y) + 2 * gradient_bytes(setup) * w))
     return passes
 
 
@@ -253,6 +252,15 @@ def _quantized(setup: StepSetup, gemm: Gemm, backward: bool) -> float:
         shard = (QUANTIZE_BYTES[setup.dtype] - TRANSPOSE_BYTES) / setup.parallel.tp
         return (shard + TRANSPOSE_BYTES) * values
     return QUANTIZE_BYTES[setup.dtype] * values
+
+
+def gradient_bytes(setup: StepSetup) -> float:
+    """Return the bytes of a gradient in its buffer, where it is zeroed and accumulated, and in its reduction.
+
+    NVIDIA's performance recipes have bf16 in every generation of Megatron: grad_sync_dtype=bf16 in NeMo 24.09 (Grok-1,
+    GPT-3), grad_reduce_in_fp32=False in NeMo 24.12 to 25.07 and in Megatron Bridge. Nemotron-4 15b had fp32 in 24.09.
+    """
+    return BF16 if setup.engine.startswith("megatron") else BYTES["fp32"]
 
 
 def gathers_quantized(setup: StepSetup) -> bool:
