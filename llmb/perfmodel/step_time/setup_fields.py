@@ -100,7 +100,7 @@ def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict
 
 
 def trains_mtp(engine: str) -> bool:
-    """Return whether an engine trains the multi-token prediction of a model that has one, unless told otherwise."""
+    """Return whether an engine trains the multi-token prediction of a model that has one, by default."""
     return engine.startswith("megatron")
 
 
@@ -110,7 +110,7 @@ def default_etp(engine: str, tp: int) -> int:
 
 
 def is_sharded_by_default(engine: str) -> bool:
-    """Return whether an engine shards weights over all replicas unless told otherwise."""
+    """Return whether an engine shards weights over all replicas by default."""
     return engine == "torchtitan"
 
 
