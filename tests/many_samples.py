@@ -1,8 +1,8 @@
 """Run folders with many steps or requests, written as engines write them, and the cost of commands over them."""
 
 import math
-import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +31,15 @@ from llmb.cli.jobs.jobs import open_run
 from llmb.cli.stored_runs import load_run
 from llmb.report.summary import summary
 print(summary(load_run(open_run(sys.argv[1]))[1]))
+"""
+
+# The peak that Linux reports of a process includes that of the one which started it, so a small one does.
+MEASURE = """
+import os, sys
+discard = (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)
+process = os.posix_spawn(sys.executable, [sys.executable, *sys.argv[1:]], os.environ, file_actions=[discard])
+_, status, used = os.wait4(process, 0)
+print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss)
 """
 
 
@@ -87,12 +96,9 @@ class Cost:
 
 def cost_of(*arguments: str) -> Cost:
     """Run Python with these arguments; its output is discarded."""
-    process = os.posix_spawn(
-        sys.executable, [sys.executable, *arguments], os.environ,
-        file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
-    )  # fmt: skip
-    _, status, used = os.wait4(process, 0)
-    return Cost(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / GIB)
+    command = [sys.executable, "-S", "-c", MEASURE, *arguments]
+    code, cpu_s, peak_kib = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    return Cost(int(code), float(cpu_s), int(peak_kib) * 1024 / GIB)
 
 
 def sample_costs(folder: Path, recipes: dict[str, Recipe], kind: str, count: int) -> dict[str, Cost]:

@@ -1,9 +1,10 @@
 """A run with very many steps or requests is derived, shown, compared and drawn in bounded time and memory."""
 
 import json
+import os
 
 import pytest
-from many_samples import TOKENS, sample_costs, write_run
+from many_samples import TOKENS, cost_of, sample_costs, write_run
 
 from llmb.cli.stored_runs import load_events, load_requests, write_result
 from llmb.launch.run_folder import RunFolder
@@ -25,6 +26,13 @@ def test_a_million_samples_take_half_a_minute_and_a_gibibyte(tmp_path, recipes, 
     over = {name: cost for name, cost in costs.items() if cost.cpu_s > MOST_CPU_S or cost.peak_gib > MOST_GIB}
     assert not over, over
     assert (tmp_path / "page.html").stat().st_size < 8_000_000
+
+
+def test_the_memory_of_a_command_is_not_that_of_the_process_that_measures_it():
+    resident = bytearray(os.urandom(1) * (256 << 20))
+    small = cost_of("-c", "raise SystemExit(3)")
+    assert (small.code, len(resident)) == (3, 256 << 20)
+    assert small.peak_gib < 0.1
 
 
 @pytest.mark.parametrize("kind", ["steps", "requests"])

