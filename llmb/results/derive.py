@@ -36,6 +36,8 @@ from llmb.results.serving_figures import serving_fault, serving_fields, summary_
 from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
 
+NO_VERDICT = {"CLIENT_LATE", "PREFIX_CACHED"}  # warnings with which no published result is compared
+
 
 @paused_garbage_collection()
 def derive(
@@ -80,9 +82,6 @@ def derive(
     if NO_VERDICT.isdisjoint(warning.code for warning in warnings):
         fields["reference"] = _compare_with_reference(config, fields)
     return Result(**fields, predicted=check_prediction(config, fields, warnings), warnings=warnings)
-
-
-NO_VERDICT = {"CLIENT_LATE", "PREFIX_CACHED"}  # warnings with which no published result is compared
 
 
 def _steps(events: RecordedEvents) -> list[StepDone]:

@@ -15,6 +15,7 @@ from typing import Any
 from llmb.config.huggingface.dense_models import DENSE_MODELS
 from llmb.config.huggingface.hf_fields import (
     ACTIVATIONS,
+    GROUPED_EXPERT_FIELDS,
     SIZE_FIELDS,
     HfConfig,
     check_quantization,
@@ -34,18 +35,7 @@ from llmb.errors import ConfigError
 
 # Our field -> field of config.json, by part of a model.
 LAYER_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
-MOE_FIELDS = {
-    "count": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "ffn": "moe_intermediate_size",
-    "shared": "n_shared_experts",
-    "dense_layers": "first_k_dense_replace",
-    "groups": "n_group",
-    "top_groups": "topk_group",
-    "score": "scoring_func",
-    "renormalise": "norm_topk_prob",
-    "scale": "routed_scaling_factor",
-}
+MOE_FIELDS = GROUPED_EXPERT_FIELDS | {"score": "scoring_func"}
 MLA_FIELDS = {
     "q_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",

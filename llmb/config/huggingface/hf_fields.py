@@ -19,6 +19,18 @@ SIZE_FIELDS = {
     "kv_heads": "num_key_value_heads",
     "tied_embeddings": "tie_word_embeddings",
 }
+# Of MoEConfig, in models whose router selects groups of experts first.
+GROUPED_EXPERT_FIELDS = {
+    "count": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "ffn": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+    "renormalise": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+}
 
 
 def check_supported(config: HfConfig, values: HfConfig) -> None:

@@ -3,7 +3,7 @@
 Half of each head rotates; GLM-4.5 has norms of each head of queries and keys, GLM-4.5-Air has none.
 """
 
-from llmb.config.huggingface.llama_like import LLAMA_NAMES
+from llmb.config.huggingface.hf_fields import GROUPED_EXPERT_FIELDS
 from llmb.config.huggingface.mixture_like import EXPERT_NAMES, MixtureLike
 
 GLM4_MOE = MixtureLike(
@@ -13,19 +13,8 @@ GLM4_MOE = MixtureLike(
     bias_fields=("attention_bias", ""),
     qk_norm_field="use_qk_norm",
     has_partial_rotary=True,
-    expert_fields={
-        "count": "n_routed_experts",
-        "top_k": "num_experts_per_tok",
-        "ffn": "moe_intermediate_size",
-        "shared": "n_shared_experts",
-        "dense_layers": "first_k_dense_replace",
-        "groups": "n_group",
-        "top_groups": "topk_group",
-        "renormalise": "norm_topk_prob",
-        "scale": "routed_scaling_factor",
-    },
+    expert_fields=GROUPED_EXPERT_FIELDS,
     experts={"score": "sigmoid"},
-    names=LLAMA_NAMES,
     expert_names=EXPERT_NAMES | {"mlp.router.bias": "mlp.gate.e_score_correction_bias"},
     aliases={"num_local_experts": "n_routed_experts"},
     has_mtp_layers=True,

@@ -88,7 +88,6 @@ def _yarn(config: HfConfig) -> tuple[dict[str, Any], float]:
     return rope, rope.pop("attention_factor", 1.0)
 
 
-ATTENTION_NAMES = {name: hf_name for name, hf_name in LLAMA_NAMES.items() if not name.startswith("mlp.")}
 GPT_OSS = GptOss(
     architecture="gpt_oss",
     class_name="GptOssForCausalLM",
@@ -98,7 +97,7 @@ GPT_OSS = GptOss(
     refused={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"},
     expert_fields={"count": "num_local_experts", "top_k": "num_experts_per_tok", "ffn": "intermediate_size"},
     experts={"bias": True},
-    names=ATTENTION_NAMES | {"attention.sinks": "self_attn.sinks"},
+    names=LLAMA_NAMES | {"attention.sinks": "self_attn.sinks"},
     expert_names={
         "mlp.router.weight": "mlp.router.weight",
         "mlp.router.logit_bias": "mlp.router.bias",
